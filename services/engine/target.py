@@ -1,0 +1,147 @@
+"""The target: a transformers causal LM of softmax attention layers, run over flat batches of tree rows."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+
+from services.engine.attention import ATTENTION, Batch
+from services.engine.cache import PagedCache
+from services.engine.checkpoints import incompatible
+from services.types.errors import ErrorCode, WealdError
+
+_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_ROPES = {"default", "linear", "llama3", "yarn"}
+
+
+class Target:
+    """The model whose distribution is served, and the shapes its cache needs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            WealdError: `UNSUPPORTED_MODEL` for layers that are not softmax attention and for RoPE that
+                depends on the batch's longest position.
+        """
+        config = model.config.get_text_config()
+        refuse_unsupported(model, config)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.train(False).requires_grad_(False)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = config.max_position_embeddings
+        self.eos_token_ids = eos_token_ids(model)
+        self._layers: int = config.num_hidden_layers
+        heads: int = config.num_attention_heads
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        self._head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // heads
+        self._hidden = torch.empty(0)
+        decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+        decoder.register_forward_hook(self._keep_hidden)
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype, device: torch.device) -> "Target":
+        """Load a checkpoint directory of safetensors, sharded or not.
+
+        Raises:
+            WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
+        return cls(model.to(device=device))
+
+    def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
+        """An empty cache for this model: keys and values of every layer, and the feature plane."""
+        return PagedCache(
+            layers=self._layers,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            feature_size=self.hidden_size,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """The embedding and LM head `[vocab, hidden]`, which the draft head reuses."""
+        embedding, lm_head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return embedding.weight, lm_head.weight
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, batch: Batch, logit_rows: Tensor) -> Tensor:
+        """One step over flat rows; keys, values and features are written to the batch's slots.
+
+        Args:
+            tokens: int64 `[N]`.
+            batch: slots, positions and visibility of the N rows.
+            logit_rows: rows whose logits are needed, int64 `[R]`.
+
+        Returns:
+            Raw logits `[R, V]` in the model's dtype.
+        """
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            batch=batch,
+        )
+        batch.cache.write_features(batch.slots, self._hidden)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:
+        # The features stand between the decoder and the LM head, inside one call of the model, which alone
+        # knows how its logits are scaled or capped.
+        self._hidden = output[0][0]  # type: ignore[index]
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that end a text, by the generation config, else by the model config."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Name what keeps a model from running on paged tree attention.
+
+    Raises:
+        WealdError: `UNSUPPORTED_MODEL`.
+    """
+
+    def refuse(reason: str) -> WealdError:
+        return WealdError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{type(model).__name__} cannot be a target: {reason}; "
+            "choose a model whose layers are all softmax attention, such as Llama, Qwen, Mistral or Gemma",
+        )
+
+    if not model._supports_attention_backend:
+        raise refuse("its attention cannot be replaced by a registered function")
+    if config.is_encoder_decoder:
+        raise refuse("it has an encoder")
+    foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if foreign:
+        raise refuse(f"it has layers of type {', '.join(sorted(foreign))}")
+    for name in ("ssm_cfg", "mamba_d_state", "state_size", "kv_lora_rank"):
+        if getattr(config, name, None):
+            raise refuse(f"its configuration has {name}")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [r for r in ropes.values() if isinstance(r, dict)]
+    for rope in nested or [ropes]:
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROPES:
+            raise refuse(f"its RoPE of type {kind} depends on the longest position in the batch")

@@ -1,0 +1,99 @@
+"""Drafter and verifier linked in one process: the plain twin of every fast path."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from services.types.outcome import Outcome
+from services.types.session import Session
+from services.types.tree import DraftTree
+from services.verify.verifier import Verified, Verifier
+
+
+class TreeSource(Protocol):
+    """What proposes trees: a drafter, or a stand-in that knows more."""
+
+    def open(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
+        """Begin a session with its committed tokens and the features below the pending one."""
+
+    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+        """One tree for each session."""
+
+    def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
+        """Tell what a round committed."""
+
+    def close(self, id: str) -> None:
+        """End a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did for one session. The first has no tree: it is the prefill's token."""
+
+    session: str
+    tree: DraftTree | None
+    outcome: Outcome
+    draft_s: float
+    """Seconds the drafter took, for all sessions of the step."""
+    verify_s: float
+    """Seconds the verifier took, for all sessions of the step."""
+
+
+def decode(verifier: Verifier, drafter: TreeSource | None, sessions: Sequence[Session]) -> Iterator[Step]:
+    """Decode sessions in one batch, round after round, until each is finished.
+
+    Without a drafter every step is a plain one. Leaving the iterator early closes what is open.
+
+    Raises:
+        WealdError: as `Verifier.open` does; nothing stays open.
+    """
+    live = {session.id: session for session in sessions}
+    pending: dict[str, int] = {}
+    try:
+        for session in sessions:
+            started = time.perf_counter()
+            opened = verifier.open(session)
+            yield Step(session.id, None, opened.outcome, 0.0, time.perf_counter() - started)
+            if opened.outcome.finish:
+                del live[session.id]
+                continue
+            pending[session.id] = opened.outcome.tokens[-1]
+            if drafter:
+                drafter.open(session.id, (*session.prompt, *opened.outcome.tokens), opened.features)
+        while live:
+            started = time.perf_counter()
+            trees = _propose(drafter, pending)
+            drafted = time.perf_counter()
+            results = verifier.verify(trees)
+            verified = time.perf_counter()
+            for id, result in results.items():
+                _advance(drafter, pending, id, result)
+                if result.outcome.finish:
+                    del live[id]
+                yield Step(id, trees[id], result.outcome, drafted - started, verified - drafted)
+    finally:
+        for id in live:
+            verifier.close(id)
+            if drafter:
+                drafter.close(id)
+
+
+def _propose(drafter: TreeSource | None, pending: dict[str, int]) -> dict[str, DraftTree]:
+    if drafter is None:
+        return {id: DraftTree.root(token) for id, token in pending.items()}
+    return dict(zip(pending, drafter.propose(list(pending)), strict=True))
+
+
+def _advance(drafter: TreeSource | None, pending: dict[str, int], id: str, result: Verified) -> None:
+    outcome = result.outcome
+    if outcome.finish:
+        del pending[id]
+        if drafter:
+            drafter.close(id)
+        return
+    pending[id] = outcome.tokens[-1]
+    if drafter:
+        drafter.advance(id, outcome.tokens, result.features)

@@ -1,0 +1,38 @@
+"""The one catalogue of errors: every error a caller can see carries a code from here."""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, independent of the transport that carries it."""
+
+    INVALID_ARGUMENT = "invalid_argument"
+    """The request can never succeed as it stands: a parameter, a token or a tree is malformed."""
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    """The prompt leaves no room below the target's context length."""
+    UNKNOWN_SESSION = "unknown_session"
+    """No session of that id is open here."""
+    ALREADY_EXISTS = "already_exists"
+    """A session of that id is already open here."""
+    RESOURCE_EXHAUSTED = "resource_exhausted"
+    """Pages or places are used up; the same request can succeed later."""
+    INCOMPATIBLE_CHECKPOINT = "incompatible_checkpoint"
+    """A checkpoint is missing, malformed, or does not fit the other model."""
+    UNSUPPORTED_MODEL = "unsupported_model"
+    """The model's architecture cannot run on paged tree attention."""
+    INTERNAL = "internal"
+    """An invariant broke; the fault is ours."""
+
+
+class WealdError(Exception):
+    """An error with a code from the catalogue and a sentence that tells the user what to do."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> WealdError:
+    """An `INVALID_ARGUMENT` error, the commonest one."""
+    return WealdError(ErrorCode.INVALID_ARGUMENT, message)

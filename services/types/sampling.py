@@ -1,0 +1,80 @@
+"""Sampling parameters: what a request asks of the target's distribution."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.types.errors import invalid
+
+SEED_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn, in the words and ranges of vLLM and the OpenAI API.
+
+    Raises `WealdError(INVALID_ARGUMENT)` on construction when a value is out of range.
+    """
+
+    max_tokens: int = 16
+    """Output tokens to generate; exactly this many unless the text ends before."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are banned before this many output tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token; above 0 divides the logits."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches p."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one."""
+    seed: int | None = None
+    """Any integer, taken modulo 2**64; None means that one is drawn when the session opens."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per occurrence in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from a token's logit if it occurs in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of the named tokens; -inf bans."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the text."""
+    ignore_eos: bool = False
+    """Go on after end-of-sequence tokens (not after `stop_token_ids`)."""
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise invalid(what)
+
+        def number(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            require(low <= value <= high, f"{name} must be in [{low:g}, {high:g}], got {value}")
+
+        require(self.max_tokens >= 0, f"max_tokens must not be negative, got {self.max_tokens}")
+        require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}",
+        )
+        require(
+            0 <= self.temperature < math.inf,
+            f"temperature must be a finite number from 0 on, got {self.temperature}",
+        )
+        require(self.top_k >= 0, f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        number("min_p", 0, 1)
+        number("frequency_penalty", -2, 2)
+        number("presence_penalty", -2, 2)
+        require(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}",
+        )
+        for token, bias in self.logit_bias.items():
+            require(token >= 0, f"logit_bias names token {token}; token ids start at 0")
+            require(bias < math.inf, f"logit_bias of token {token} must be below infinity, got {bias}")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens seen so far change the distribution."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
