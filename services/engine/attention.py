@@ -85,7 +85,7 @@ class _Group:
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[size, 1, repeats * max_rows, length]` under a sliding window of so many positions."""
+        """Additive mask `[size, 1, repeats * max_rows, length]` under a sliding window of positions."""
         key = window, repeats, dtype
         if key not in self._masks:
             device = self.gather.device
@@ -158,7 +158,7 @@ def tree_attention(
         raise WealdError(ErrorCode.UNSUPPORTED_MODEL, "attention sinks are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch.cache.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    heads, _, head_dim = query.shape[1:]
+    heads, head_dim = query.shape[1], query.shape[3]
     kv_heads = key.shape[1]
     flat = query[0].transpose(0, 1)
     out = torch.empty_like(flat)

@@ -73,7 +73,7 @@ def cache_directory() -> Path:
 
 
 def convert_gguf(file: Path) -> Path:
-    """Dequantise a GGUF file into a directory of the cache, once; the float32 weights are exactly those stored."""
+    """Dequantise a GGUF file into a directory of the cache, once; the float32 weights are exact."""
     stat = file.stat()
     directory = cache_directory() / f"{file.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
     if directory.is_dir():

@@ -55,7 +55,7 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         except (OSError, ValueError) as error:
             raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
-        return cls(model.to(device=device))
+        return cls(model.to(device))  # type: ignore[arg-type]
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """An empty cache for this model: keys and values of every layer, and the feature plane."""

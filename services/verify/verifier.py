@@ -191,7 +191,7 @@ class Verifier:
         return Outcome(tokens, walk.path[: len(tokens)], len(tree), finish)
 
     def _compact(self, slots: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Tensor]:
-        """Move accepted nodes next to their prefix; gives the slots of root and accepted nodes, by session."""
+        """Move accepted nodes next to their prefix; gives the slots of root and accepted nodes."""
         kept, sources, destinations = [], [], []
         for table, outcome in zip(slots, outcomes, strict=True):
             tree = table[-outcome.verified :]
