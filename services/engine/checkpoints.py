@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from services.types.errors import ErrorCode, WealdError
 
@@ -103,6 +103,20 @@ def convert_gguf(file: Path) -> Path:
             if not directory.is_dir():
                 raise
     return directory
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    """A transformers causal LM from a directory of safetensors, sharded or not.
+
+    Raises:
+        WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+    except (OSError, ValueError) as error:
+        raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
+    placed: PreTrainedModel = model.to(device).train(False).requires_grad_(False)
+    return placed
 
 
 def read_config(directory: Path) -> dict[str, Any]:

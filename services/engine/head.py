@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from services.engine.attention import ATTENTION, Batch
 from services.engine.cache import PagedCache
@@ -102,6 +102,12 @@ class EagleHead(nn.Module):
         head._load(tensors, directory)
         return head.to(lm_head.device, lm_head.dtype).requires_grad_(False).eval()
 
+    def start_from_features(self) -> None:
+        """Set `fc` so that a fresh head begins with the true feature unchanged: a better start for training."""
+        hidden = self.config.hidden_size
+        with torch.no_grad():
+            self.fc.weight[:, hidden:] = torch.eye(hidden)
+
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write config.json and model.safetensors in the public layout."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -175,6 +181,30 @@ class EagleHead(nn.Module):
                     f"its config.json asks for {list(parameter.shape)}"
                 )
         self.load_state_dict({k: tensors[key] for key, (k, _) in own.items()})
+
+
+def head_config(target: PretrainedConfig) -> LlamaConfig:
+    """The config of a new head for a target: a Llama layer of the target's sizes, `fc` without bias."""
+    text = target.get_text_config()
+    copied = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(text, name) for name in copied if getattr(text, name, None) is not None}
+    return LlamaConfig(
+        **sizes,
+        vocab_size=text.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(text)},
+        num_hidden_layers=1,
+        bias=False,
+    )
+
+
+def _rope_theta(config: PretrainedConfig) -> float:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):
+        if "rope_theta" in rope:
+            return float(rope["rope_theta"])
+    return 10_000.0
 
 
 def _public(key: str) -> str:

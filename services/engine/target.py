@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from services.engine.attention import ATTENTION, Batch
 from services.engine.cache import PagedCache
-from services.engine.checkpoints import incompatible
+from services.engine.checkpoints import load_model
 from services.types.errors import ErrorCode, WealdError
 
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -51,11 +51,7 @@ class Target:
         Raises:
             WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read.
         """
-        try:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
-        return cls(model.to(device))  # type: ignore[arg-type]
+        return cls(load_model(directory, dtype, device, ATTENTION))
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """An empty cache for this model: keys and values of every layer, and the feature plane."""
