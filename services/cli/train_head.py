@@ -1,53 +1,57 @@
 """`weald train-head`: an EAGLE head for any target."""
 
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
+import typer
 
-from services.engine.checkpoints import load_model, resolve
-from services.engine.head import EagleHead, head_config
-from services.engine.target import Target
-from services.gateway.tokenizer import Tokenizer
-from services.training.corpus import draft_vocabulary, read_corpus
-from services.training.distill import distill
-from services.training.features import corpus_features
-from services.training.trainer import Trainer, TrainingConfig
+from services.types.errors import invalid
+
+
+def _schedule(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Schedule")
 
 
 def train_head(
-    target: str,
-    corpus: list[Path],
-    self_distill: int,
-    out: Path,
-    draft_vocab_size: int,
-    max_length: int,
-    device: torch.device,
-    config: TrainingConfig,
+    target: Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Where the head, its curve and the state to resume from go.")],
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(help="Dialogues (.jsonl, .jsonl.gz), text files, or a directory of them. Repeatable."),
+    ] = None,
+    self_distill: Annotated[
+        int, typer.Option(help="Dialogues the target writes with itself before training.")
+    ] = 0,
+    draft_vocab_size: Annotated[
+        int, typer.Option(help="Most frequent tokens the head proposes; 0 for all.")
+    ] = 8192,
+    max_length: Annotated[int, typer.Option(help="Tokens of a sequence at most.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, and so on.")] = "auto",
+    epochs: Annotated[int, _schedule("Passes over the corpus.")] = 4,
+    batch_tokens: Annotated[int, _schedule("Tokens of a step, padding included.")] = 2048,
+    learning_rate: Annotated[float, _schedule("After warm-up; it falls by a cosine.")] = 1.5e-3,
+    unroll: Annotated[
+        int, _schedule("Passes per step: the first on true features, the others on predicted ones.")
+    ] = 2,
+    seed: Annotated[int, _schedule("Of shuffling, noise and self-distillation.")] = 0,
 ) -> None:
-    """Distil if asked to, read the corpus, compute the target's features, train.
+    """Train a draft head; the same command resumes an interrupted run."""
+    if not corpus and not self_distill:
+        raise invalid("there is nothing to learn from: give --corpus, --self-distill, or both")
 
-    Everything is resumed from `out` when the same command runs again.
-    """
-    directory = resolve(target)
-    tokenizer = Tokenizer.load(directory)
-    out.mkdir(parents=True, exist_ok=True)
-    if self_distill:
-        dialogues = out / "self-distilled.jsonl.gz"
-        distill(Target.load(directory, torch.bfloat16, device), tokenizer, self_distill, dialogues)
-        corpus = [*corpus, dialogues]
-    sequences = read_corpus(corpus, tokenizer, max_length)
-    print(f"{len(sequences)} sequences, {sequences.tokens.numel()} tokens")
-    model = load_model(directory, torch.bfloat16, device, "sdpa")
-    features = corpus_features(model, sequences, out / "features.bin", config.batch_tokens)
-    vocabulary = None
-    if draft_vocab_size:
-        ends = sorted(tokenizer.eos_token_ids)
-        vocabulary = draft_vocabulary(sequences.tokens, draft_vocab_size, ends).to(device)
-        covered = torch.isin(sequences.tokens, vocabulary.cpu()).float().mean()
-        print(f"the draft vocabulary of {len(vocabulary)} covers {covered:.1%} of the corpus")
-    torch.manual_seed(config.seed)
-    embedding = model.get_input_embeddings().weight.float()
-    lm_head = model.get_output_embeddings().weight.float()
-    head = EagleHead(head_config(model.config), embedding, lm_head, vocabulary, "sdpa").to(device)
-    head.start_from_features()
-    Trainer(head, sequences, features, config, out).run()
+    from services.local.models import quiet, usable_device
+    from services.training.run import train
+    from services.training.trainer import TrainingConfig
+
+    config = TrainingConfig(epochs, batch_tokens, learning_rate, unroll=unroll, seed=seed)
+    with quiet():
+        train(
+            target,
+            corpus or [],
+            self_distill,
+            out,
+            draft_vocab_size,
+            max_length,
+            usable_device(device),
+            config,
+        )

@@ -162,11 +162,12 @@ def tree_attention(
     kv_heads = key.shape[1]
     flat = query[0].transpose(0, 1)
     out = torch.empty_like(flat)
+    alone = len(batch.groups) == 1 and batch.groups[0].size == 1
     for group in batch.groups:
         keys, values = batch.cache.read(layer, group.slots)
         shape = (group.size, group.length, kv_heads, -1)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-        q = flat.index_select(0, group.gather)
+        q = flat if alone else flat.index_select(0, group.gather)
         q = q.view(group.size, group.max_rows, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(group.size, kv_heads, -1, head_dim)
         repeats = heads // kv_heads
@@ -177,8 +178,10 @@ def tree_attention(
             scores = torch.tanh(q @ keys.mT * (scaling / softcap)) * softcap + mask
             o = scores.softmax(-1) @ values
         o = o.view(group.size, kv_heads, repeats, group.max_rows, head_dim).permute(0, 3, 1, 2, 4)
-        o = o.reshape(-1, heads, head_dim).index_select(0, group.real)
-        out.index_copy_(0, group.scatter, o)
+        o = o.reshape(-1, heads, head_dim)
+        if alone:
+            return o[None], None
+        out.index_copy_(0, group.scatter, o.index_select(0, group.real))
     return out[None], None
 
 

@@ -115,7 +115,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device, attent
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
-    placed: PreTrainedModel = model.to(device).train(False).requires_grad_(False)
+    placed: PreTrainedModel = model.train(False).requires_grad_(False).to(device)
     return placed
 
 

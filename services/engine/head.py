@@ -103,7 +103,7 @@ class EagleHead(nn.Module):
         return head.to(lm_head.device, lm_head.dtype).requires_grad_(False).eval()
 
     def start_from_features(self) -> None:
-        """Set `fc` so that a fresh head begins with the true feature unchanged: a better start for training."""
+        """Let `fc` pass features unchanged, a better start for training a fresh head."""
         hidden = self.config.hidden_size
         with torch.no_grad():
             self.fc.weight[:, hidden:] = torch.eye(hidden)
@@ -188,15 +188,16 @@ def head_config(target: PretrainedConfig) -> LlamaConfig:
     text = target.get_text_config()
     copied = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: getattr(text, name) for name in copied if getattr(text, name, None) is not None}
-    return LlamaConfig(
+    config = LlamaConfig(
         **sizes,
         vocab_size=text.vocab_size,
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(text)},
         num_hidden_layers=1,
-        bias=False,
     )
+    config.bias = False
+    return config
 
 
 def _rope_theta(config: PretrainedConfig) -> float:

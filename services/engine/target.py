@@ -68,8 +68,7 @@ class Target:
 
     def embeddings(self) -> tuple[Tensor, Tensor]:
         """The embedding and LM head `[vocab, hidden]`, which the draft head reuses."""
-        embedding, lm_head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return embedding.weight, lm_head.weight
+        return embeddings(self.model)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, batch: Batch, logit_rows: Tensor) -> Tensor:
@@ -98,6 +97,13 @@ class Target:
         # The features stand between the decoder and the LM head, inside one call of the model, which alone
         # knows how its logits are scaled or capped.
         self._hidden = output[0][0]  # type: ignore[index]
+
+
+def embeddings(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The weights of a model's embedding and LM head, `[vocab, hidden]` each."""
+    embedding: nn.Module = model.get_input_embeddings()
+    lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return embedding.get_parameter("weight"), lm_head.get_parameter("weight")
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

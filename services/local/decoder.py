@@ -50,20 +50,20 @@ def decode(verifier: Verifier, drafter: TreeSource | None, sessions: Sequence[Se
     Raises:
         WealdError: as `Verifier.open` does; nothing stays open.
     """
-    live = {session.id: session for session in sessions}
+    opened: list[str] = []
     pending: dict[str, int] = {}
     try:
         for session in sessions:
             started = time.perf_counter()
-            opened = verifier.open(session)
-            yield Step(session.id, None, opened.outcome, 0.0, time.perf_counter() - started)
-            if opened.outcome.finish:
-                del live[session.id]
+            first = verifier.open(session)
+            opened.append(session.id)
+            yield Step(session.id, None, first.outcome, 0.0, time.perf_counter() - started)
+            if first.outcome.finish:
                 continue
-            pending[session.id] = opened.outcome.tokens[-1]
             if drafter:
-                drafter.open(session.id, (*session.prompt, *opened.outcome.tokens), opened.features)
-        while live:
+                drafter.open(session.id, (*session.prompt, *first.outcome.tokens), first.features)
+            pending[session.id] = first.outcome.tokens[-1]
+        while pending:
             started = time.perf_counter()
             trees = _propose(drafter, pending)
             drafted = time.perf_counter()
@@ -71,12 +71,11 @@ def decode(verifier: Verifier, drafter: TreeSource | None, sessions: Sequence[Se
             verified = time.perf_counter()
             for id, result in results.items():
                 _advance(drafter, pending, id, result)
-                if result.outcome.finish:
-                    del live[id]
                 yield Step(id, trees[id], result.outcome, drafted - started, verified - drafted)
     finally:
-        for id in live:
+        for id in opened:
             verifier.close(id)
+        for id in pending:
             if drafter:
                 drafter.close(id)
 

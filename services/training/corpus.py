@@ -67,7 +67,7 @@ def draft_vocabulary(tokens: Tensor, size: int, always: Iterable[int]) -> Tensor
         size: tokens to choose; fewer when the corpus has fewer.
         always: tokens that belong to it whatever their count, such as the ends of a text.
     """
-    counts = Counter(dict(zip(*(t.tolist() for t in tokens.unique(return_counts=True)), strict=True)))
+    counts = Counter(tokens.tolist())
     first = list(dict.fromkeys(always))
     rest = (token for token, _ in counts.most_common() if token not in set(first))
     return torch.tensor(sorted([*first, *rest][:size]))

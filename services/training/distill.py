@@ -33,7 +33,7 @@ MAX_ANSWER_TOKENS = 320
 def distill(
     target: Target, tokenizer: Tokenizer, dialogues: int, file: Path, *, rows: int = 64, seed: int = 0
 ) -> None:
-    """Write `dialogues` dialogues of the target with itself to a `.jsonl.gz` corpus, appending to what is there.
+    """Let the target write dialogues with itself into a `.jsonl.gz` corpus, continuing what is there.
 
     Args:
         target: the model that writes both turns.

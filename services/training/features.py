@@ -46,7 +46,7 @@ def corpus_features(model: PreTrainedModel, corpus: Sequences, file: Path, batch
 
 
 def batches_by_length(corpus: Sequences, batch_tokens: int) -> list[list[int]]:
-    """Sequences of like length together, at most `batch_tokens` padded tokens each (one sequence at least)."""
+    """Sequences of like length together, at most `batch_tokens` padded tokens each, but at least one."""
     order = corpus.lengths().sort(descending=True, stable=True).indices.tolist()
     lengths = corpus.lengths().tolist()
     batches: list[list[int]] = []

@@ -1,6 +1,6 @@
 """The verifier: runs the target over draft trees and commits what the target itself would have said."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,16 @@ from services.types.tree import MAX_NODES, DraftTree
 
 PREFILL_CHUNK = 512
 """Prompt tokens that enter one target step."""
+
+LookUp = Callable[[list[tuple[int, int]]], tuple[Tensor, list[Context]]]
+"""(tree index, node) pairs → raw logits after each node `[R, V]`, and what precedes the token drawn."""
+Rule = Callable[[Sequence[DraftTree], LookUp], list[Walk]]
+"""Which path of each tree is accepted."""
+
+
+def seeded_walk(forest: Sequence[DraftTree], look_up: LookUp) -> list[Walk]:
+    """The rule that is served: walk where the target's own seeded draw goes."""
+    return walk(forest, lambda at: draw(*look_up(at)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,11 @@ class Verifier:
             return Verified(outcome, self._cache.features(self._cache.slots([], 0, 0)))
         self._pool.grow(running.pages, len(session.prompt))
         self._sessions[session.id] = running
-        logits = self._prefill(running)
+        try:
+            logits = self._prefill(running)
+        except BaseException:
+            self.close(session.id)
+            raise
         drawn = tuple(draw(logits, [running.context()]))
         tokens, finish = cut(drawn, running.room, running.ends)
         slots = self._cache.slots(running.pages, 0, len(session.prompt))
@@ -90,10 +104,11 @@ class Verifier:
         return verified
 
     @torch.inference_mode()
-    def verify(self, trees: Mapping[str, DraftTree]) -> dict[str, Verified]:
+    def verify(self, trees: Mapping[str, DraftTree], rule: Rule = seeded_walk) -> dict[str, Verified]:
         """One round for every session named: forest, target step, walk, commit.
 
-        A tree of one node is a plain step. Nodes deeper than a session can still use are left out.
+        A tree of one node is a plain step. Nodes deeper than a session can still use are left out. `rule`
+        says which path is accepted; only the in-process reference of the p/q rule replaces it.
 
         Raises:
             WealdError: before anything is computed, `UNKNOWN_SESSION`, `INVALID_ARGUMENT` for a tree whose
@@ -104,7 +119,7 @@ class Verifier:
         forest = [tree.cut(r.room - 1) for r, tree in zip(running, trees.values(), strict=True)]
         slots = [self._reserve(r, len(tree)) for r, tree in zip(running, forest, strict=True)]
         logits = self._step(forest, slots)
-        walks = self._walk(running, forest, logits)
+        walks = rule(forest, self._look_up(running, forest, logits))
         outcomes = [self._outcome(r, t, w) for r, t, w in zip(running, forest, walks, strict=True)]
         kept = self._compact(slots, outcomes)
         features = torch.split(self._cache.features(torch.cat(kept)), [len(k) for k in kept])
@@ -173,17 +188,17 @@ class Verifier:
         rows = torch.arange(tokens.numel(), device=self.target.device)
         return self.target.forward(tokens, Batch(segments, self._cache), rows)
 
-    def _walk(self, running: Sequence[_Running], forest: Sequence[DraftTree], logits: Tensor) -> list[Walk]:
+    def _look_up(self, running: Sequence[_Running], forest: Sequence[DraftTree], logits: Tensor) -> LookUp:
         first = [0]
         for tree in forest:
             first.append(first[-1] + len(tree))
 
-        def drawn(at: list[tuple[int, int]]) -> list[int]:
-            rows = logits[[first[i] + node for i, node in at]]
+        def look_up(at: list[tuple[int, int]]) -> tuple[Tensor, list[Context]]:
             paths = [[forest[i].tokens[n] for n in forest[i].path(node)] for i, node in at]
-            return draw(rows, [running[i].context(path) for (i, _), path in zip(at, paths, strict=True)])
+            contexts = [running[i].context(path) for (i, _), path in zip(at, paths, strict=True)]
+            return logits[[first[i] + node for i, node in at]], contexts
 
-        return walk(forest, drawn)
+        return look_up
 
     def _outcome(self, running: _Running, tree: DraftTree, walk: Walk) -> Outcome:
         said = (*(tree.tokens[node] for node in walk.path), walk.bonus)

@@ -1,0 +1,26 @@
+"""The six question sets of the EAGLE papers, read from where the user keeps them."""
+
+import json
+from pathlib import Path
+
+from services.types.errors import invalid
+
+
+def read_questions(directory: Path, limit: int | None) -> dict[str, list[str]]:
+    """First turns by task, from every `TASK.jsonl` of objects with `turns`.
+
+    Args:
+        directory: holds the files.
+        limit: questions of each task, evenly spread over the file; None for all.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when there is none.
+    """
+    tasks = {}
+    for file in sorted(directory.glob("*.jsonl")):
+        turns = [json.loads(line)["turns"][0] for line in file.read_text().splitlines() if line]
+        count = len(turns) if limit is None else min(limit, len(turns))
+        tasks[file.stem] = [turns[i * len(turns) // count] for i in range(count)]
+    if not tasks:
+        raise invalid(f"{directory} holds no question sets; give a directory of TASK.jsonl files")
+    return tasks

@@ -1,0 +1,51 @@
+"""What every benchmark writes: its figures and the environment they were measured in."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def environment() -> dict[str, Any]:
+    """Where and on what a benchmark ran."""
+    processor = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        )
+        if Path("/proc/cpuinfo").is_file()
+        else iter(()),
+        platform.processor(),
+    )
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def write_json(file: Path, benchmark: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Write what the benchmark's table shows, with its settings and the environment."""
+    record = {"benchmark": benchmark, "environment": environment(), "settings": settings} | figures
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

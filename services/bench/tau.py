@@ -1,0 +1,205 @@
+"""`weald bench tau`: tokens per round and tokens per second of every tree shape, on the same questions."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from services.bench.questions import read_questions
+from services.bench.report import write_json
+from services.bench.stopwatch import watched
+from services.local.decoder import Step
+from services.local.generation import Generation, Result
+from services.local.models import Models
+from services.local.reference import decode_sampled
+from services.types.configuration import DraftConfig, TreeShape
+from services.types.sampling import SamplingParams
+from services.types.session import Session
+from services.verify.verifier import Verifier, pages_for
+
+STATIC_NODES = 26
+"""Nodes of the fixed tree, root included; a dynamic tree of as many stands beside it."""
+MODES: dict[str, DraftConfig | None] = {
+    "plain": None,
+    "chain": DraftConfig(TreeShape.CHAIN),
+    "static 26": DraftConfig(TreeShape.STATIC),
+    "dynamic 26": DraftConfig(budget=STATIC_NODES),
+    "dynamic 60": DraftConfig(budget=60),
+}
+REFERENCE = "p/q static 26"
+"""The p/q rule on sampled candidates; it claims the distribution, not the text: nothing is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer in one mode, and the seconds after its prefill."""
+
+    result: Result
+    steps: list[Step]
+    head_s: float
+    """Inside the head: its passes and its logits."""
+    target_s: float
+    """Inside the target's forward."""
+    total_s: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the answers of one mode at one temperature."""
+
+    answers: int = 0
+    identical: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    tree_rounds: int = 0
+    tree_tokens: float = 0.0
+    head_s: float = 0.0
+    target_s: float = 0.0
+    total_s: float = 0.0
+    accepted_at: list[int] = field(default_factory=list)
+    """Rounds that accepted a node at depth 1, 2, …"""
+
+    def add(self, answer: "Answer", plain: "Answer | None") -> None:
+        """Count one answer; `plain` is the answer without trees, when the text must be the same."""
+        self.answers += 1
+        self.identical += plain is not None and answer.result.token_ids == plain.result.token_ids
+        # The first token is the prefill's, in all modes alike; decoding is what differs.
+        self.tokens += len(answer.result.token_ids) - 1
+        self.rounds += answer.result.rounds
+        self.head_s += answer.head_s
+        self.target_s += answer.target_s
+        self.total_s += answer.total_s
+        for step in answer.steps:
+            if step.outcome.verified > 1:
+                self.tree_rounds += 1
+                self.tree_tokens += len(step.outcome.tokens)
+                for depth in range(len(step.outcome.accepted)):
+                    self.accepted_at.extend([0] * (depth + 1 - len(self.accepted_at)))
+                    self.accepted_at[depth] += 1
+
+    def merge(self, other: "Tally") -> None:
+        """Add another tally to this one."""
+        self.accepted_at.extend([0] * (len(other.accepted_at) - len(self.accepted_at)))
+        for depth, count in enumerate(other.accepted_at):
+            self.accepted_at[depth] += count
+        for name in self.__slots__:
+            if name != "accepted_at":
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def figures(self) -> dict[str, Any]:
+        """What the table and the JSON show of it."""
+        tau = self.tree_tokens / self.tree_rounds if self.tree_rounds else None
+        return {
+            "answers": self.answers,
+            "identical": self.identical,
+            "tokens": self.tokens,
+            "tau": tau,
+            "tokens_per_s": self.tokens / self.total_s,
+            "head_ms_per_round": 1e3 * self.head_s / max(1, self.rounds),
+            "target_ms_per_round": 1e3 * self.target_s / max(1, self.rounds),
+            "other_share": 1 - (self.head_s + self.target_s) / self.total_s,
+            "acceptance_by_depth": [count / max(1, self.tree_rounds) for count in self.accepted_at],
+        }
+
+
+def bench_tau(
+    models: Models,
+    questions: Path,
+    limit: int | None,
+    max_tokens: int,
+    temperatures: Sequence[float],
+    json_file: Path | None,
+) -> None:
+    """Answer every question in every mode, one after the other, and print a table per temperature."""
+    tasks = read_questions(questions, limit)
+    tallies: dict[tuple[float, str, str], Tally] = {}
+    total = sum(len(prompts) for prompts in tasks.values()) * len(temperatures)
+    with tqdm(total=total, unit="question", desc="bench tau", dynamic_ncols=True) as bar:
+        # A task at a time, both temperatures, so that a run cut short has whole tasks.
+        for task, prompts in tasks.items():
+            for temperature in temperatures:
+                for number, prompt in enumerate(prompts):
+                    session = _session(models, f"{task}-{number}", prompt, max_tokens, temperature, number)
+                    plain: Answer | None = None
+                    for mode, answer in _answers(models, session):
+                        plain = plain or answer
+                        tally = tallies.setdefault((temperature, task, mode), Tally())
+                        tally.add(answer, None if mode == REFERENCE else plain)
+                    bar.update()
+    for (temperature, _, mode), tally in list(tallies.items()):
+        tallies.setdefault((temperature, "overall", mode), Tally()).merge(tally)
+    console = Console()
+    for temperature in temperatures:
+        console.print(_table(tallies, temperature, [*tasks, "overall"]))
+    if json_file:
+        rows = [
+            {"temperature": temperature, "task": task, "mode": mode} | tally.figures()
+            for (temperature, task, mode), tally in tallies.items()
+        ]
+        settings = {"limit": limit, "max_tokens": max_tokens, "temperatures": list(temperatures)}
+        write_json(json_file, "tau", settings, {"rows": rows})
+
+
+def _session(models: Models, id: str, prompt: str, max_tokens: int, temperature: float, seed: int) -> Session:
+    ids = models.tokenizer.chat([{"role": "user", "content": prompt}])
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    return Session(id, tuple(ids), params, seed)
+
+
+def _answers(models: Models, session: Session) -> Iterator[tuple[str, Answer]]:
+    """The session's answer in every mode, plain decoding first."""
+    for mode, config in MODES.items():
+        yield mode, _answer(models, session, models.decode(session, config))
+    if session.params.temperature > 0 and models.head:
+        pages = pages_for(len(session.prompt) + session.params.max_tokens)
+        verifier = Verifier(models.target, num_pages=pages)
+        decoding = decode_sampled(verifier, models.head, DraftConfig(TreeShape.STATIC), session)
+        yield REFERENCE, _answer(models, session, decoding)
+
+
+def _answer(models: Models, session: Session, decoding: Iterator[Step]) -> Answer:
+    generation = Generation(models.tokenizer, session.seed)
+    first = next(decoding)
+    generation.add(first)
+    steps = [first]
+    with (
+        watched(models.target, "forward") as target,
+        watched(models.head, "forward", "log_probs") as head,
+    ):
+        started = time.perf_counter()
+        for step in decoding:
+            generation.add(step)
+            steps.append(step)
+        total = time.perf_counter() - started
+    return Answer(generation.result(), steps, head.seconds, target.seconds, total)
+
+
+def _table(tallies: dict[tuple[float, str, str], Tally], temperature: float, tasks: Sequence[str]) -> Table:
+    table = Table(title=f"temperature {temperature:g}", title_justify="left")
+    for name in ("task", "mode", "τ", "tokens/s", "× plain", "identical", "head ms", "target ms", "other"):
+        table.add_column(name, justify="left" if name in ("task", "mode") else "right")
+    for task in tasks:
+        plain = tallies[temperature, task, "plain"].figures()["tokens_per_s"]
+        for mode in (*MODES, REFERENCE):
+            tally = tallies.get((temperature, task, mode))
+            if tally is None:
+                continue
+            row = tally.figures()
+            table.add_row(
+                task,
+                mode,
+                "" if row["tau"] is None else f"{row['tau']:.2f}",
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['tokens_per_s'] / plain:.2f}",
+                "" if mode == REFERENCE else f"{row['identical']}/{row['answers']}",
+                f"{row['head_ms_per_round']:.1f}",
+                f"{row['target_ms_per_round']:.1f}",
+                f"{row['other_share']:.1%}",
+            )
+        table.add_section()
+    return table
