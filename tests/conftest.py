@@ -1,16 +1,20 @@
 """Tiny random models, and a tree source that knows the text: what tests of the decoding loop share."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from services.draft.drafter import Drafter
@@ -18,6 +22,7 @@ from services.engine.attention import Batch
 from services.engine.cache import PagedCache
 from services.engine.head import EagleHead
 from services.engine.target import Target
+from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step, TreeSource, decode
 from services.speculation.sampling import Context, draw
 from services.types.session import FinishReason, Session
@@ -263,10 +268,15 @@ def tiny_head(
     with torch.random.fork_rng():
         torch.manual_seed(2)
         head = EagleHead(LlamaConfig(**options), *target.embeddings(), vocabulary, attention)
+        head.requires_grad_(False).eval()
         for parameter in head.parameters():
             if parameter.ndim == 1:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head.to(torch.float64).requires_grad_(False).eval()
+                parameter.uniform_(0.5, 1.5)
+    # Attention, feed-forward and residual stream weigh alike, and no distribution is a single peak.
+    head.fc.weight *= 0.3
+    head.layer.self_attn.o_proj.weight *= 0.3
+    head.layer.mlp.down_proj.weight *= 0.1
+    return head.to(torch.float64)
 
 
 @pytest.fixture(scope="session")
@@ -333,3 +343,61 @@ def oracle() -> type[Oracle]:
 def events() -> Callable[[Iterable[Step]], Counter[str]]:
     """`events(steps)` counts what happened in the trees of a run."""
     return count_events
+
+
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|answer|>"
+SPECIAL = ("<|end|>", "<|user|>", "<|answer|>")
+LETTERS = "abcdefghijĠ."
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where the tiny model lies."""
+
+    target: Path
+    head: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer.load(self.target)
+
+    def options(self, *more: object) -> list[str]:
+        """Options that name model and head, in float64: near-ties must not tell modes apart."""
+        named = ("--model", self.target, "--speculative-model", self.head, "--dtype", "float64")
+        return [str(option) for option in (*named, *more)]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A Llama of 15 tokens and an undecided head, so that its wide trees often hold what comes next."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    target, head = directory / "target", directory / "head"
+    names = [*SPECIAL, *LETTERS]
+    core = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    config = LlamaConfig(
+        vocab_size=len(names),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(target)
+        weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        config.initializer_range = 0.02
+        EagleHead(config, *weights).save(head, torch.float32)
+    core.save(str(target / "tokenizer.json"))
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return Checkpoints(target, head)

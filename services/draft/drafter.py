@@ -103,21 +103,23 @@ class Drafter:
         """Append true entries for positions committed since the last round, a chunk of each session."""
         segments, tokens, features = [], [], []
         for state in waiting:
-            chunk, state.tokens = state.tokens[:EXTEND_CHUNK], state.tokens[EXTEND_CHUNK:]
-            tokens += chunk
-            features.append(state.features[: len(chunk)])
-            state.features = state.features[len(chunk) :]
-            state.entries += len(chunk)
-            self._pool.grow(state.pages, state.entries)
-            slots = self._cache.slots(state.pages, 0, state.entries)
-            segments.append(causal_segment(slots, len(chunk)))
+            count = min(EXTEND_CHUNK, len(state.tokens))
+            end = state.entries + count
+            self._pool.grow(state.pages, end)
+            segments.append(causal_segment(self._cache.slots(state.pages, 0, end), count))
+            tokens += state.tokens[:count]
+            features.append(state.features[:count])
         predicted = self.forward(
             torch.cat(features), torch.tensor(tokens, device=features[0].device), segments
         )
+        # Only now is it extended: a round that fails before, for want of pages, can be tried again.
         last = -1
         for state, segment in zip(waiting, segments, strict=True):
             last += segment.rows
             state.root = predicted[last]
+            state.entries += segment.rows
+            state.tokens = state.tokens[segment.rows :]
+            state.features = state.features[segment.rows :]
 
     def _grow(self, sessions: Sequence[_Drafting]) -> Candidates:
         roots = torch.stack([state.root for state in sessions if state.root is not None])

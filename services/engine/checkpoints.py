@@ -4,12 +4,13 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -112,9 +113,15 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device, attent
         WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
-    except (OSError, ValueError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
+    model, report = loaded
+    # transformers itself only warns, and makes up what is missing.
+    if missing := sorted(report["missing_keys"]):
+        raise incompatible(f"the target at {directory} lacks {len(missing)} tensors, such as {missing[0]}")
     placed: PreTrainedModel = model.train(False).requires_grad_(False).to(device)
     return placed
 
@@ -132,8 +139,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a small checkpoint: safetensors, or a `.bin` through torch's weights-only loader."""
-    if Path(directory, "model.safetensors").is_file():
-        return load_file(Path(directory, "model.safetensors"))
+    file = Path(directory, "model.safetensors")
+    if file.is_file():
+        with _readable(file):
+            return load_file(file)
     binary = Path(directory, "pytorch_model.bin")
     if not binary.is_file():
         raise incompatible(f"{directory} has neither model.safetensors nor pytorch_model.bin")
@@ -163,18 +172,29 @@ def read_embeddings(directory: Path, dtype: torch.dtype, device: torch.device) -
 
 
 def _read_one(directory: Path, endings: Sequence[str]) -> Tensor:
-    index = Path(directory, "model.safetensors.index.json")
-    if index.is_file():
-        files = {key: Path(directory, f) for key, f in json.loads(index.read_text())["weight_map"].items()}
-    elif Path(directory, "model.safetensors").is_file():
-        file = Path(directory, "model.safetensors")
-        with safe_open(file, "pt") as tensors:
-            files = dict.fromkeys(tensors.keys(), file)
-    else:
-        raise incompatible(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
-    for key, file in files.items():
+    for key, file in _files_of_tensors(directory).items():
         if any(key == e or key.endswith("." + e) for e in endings):
-            with safe_open(file, "pt") as tensors:
+            with _readable(file), safe_open(file, "pt") as tensors:
                 tensor: Tensor = tensors.get_tensor(key)
                 return tensor
     raise incompatible(f"{directory} has no tensor named {' or '.join(endings)}")
+
+
+def _files_of_tensors(directory: Path) -> dict[str, Path]:
+    index, file = Path(directory, "model.safetensors.index.json"), Path(directory, "model.safetensors")
+    if index.is_file():
+        with _readable(index):
+            files = json.loads(index.read_text())["weight_map"]
+            return {key: Path(directory, name) for key, name in files.items()}
+    if file.is_file():
+        with _readable(file), safe_open(file, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), file)
+    raise incompatible(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, OSError, SafetensorError, ValueError) as error:
+        raise incompatible(f"{file} cannot be read: {error}") from error

@@ -100,7 +100,10 @@ class EagleHead(nn.Module):
         for key in ("t2d", "embed_tokens.weight", "lm_head.weight"):
             tensors.pop(key, None)
         head._load(tensors, directory)
-        return head.to(lm_head.device, lm_head.dtype).requires_grad_(False).eval()
+        # Rotary frequencies keep their precision: in half of it, far positions would be off by radians.
+        head.fc.to(lm_head.dtype)
+        head.layer.to(lm_head.dtype)
+        return head.to(lm_head.device).requires_grad_(False).eval()
 
     def start_from_features(self) -> None:
         """Let `fc` pass features unchanged, a better start for training a fresh head."""

@@ -141,6 +141,8 @@ def refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig) -> None
     for name in ("ssm_cfg", "mamba_d_state", "state_size", "kv_lora_rank"):
         if getattr(config, name, None):
             raise refuse(f"its configuration has {name}")
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        raise refuse("it has attention sinks")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in ropes.values() if isinstance(r, dict)]
     for rope in nested or [ropes]:

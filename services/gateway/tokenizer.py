@@ -87,6 +87,13 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of the conversation, up to where the assistant's next message begins.
 
+        Raises as `render` does.
+        """
+        return self.encode(self.render(messages), special=False)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation by the model's chat template, up to where the assistant's next message begins.
+
         Raises `WealdError(INVALID_ARGUMENT)` when the model has no chat template, or one that refuses
         the messages.
         """
@@ -96,12 +103,11 @@ class Tokenizer:
             raise invalid("the conversation is empty; send at least one message")
         plain = [dict(message) for message in messages]
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._named_tokens
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise invalid(f"the model's chat template refuses these messages: {error}") from error
-        return self.encode(text, special=False)
 
 
 def _incompatible(message: str) -> WealdError:

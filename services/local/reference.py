@@ -37,16 +37,19 @@ def decode_sampled(
     drafter = Drafter(head, config, num_pages=pages, choose=rule.choose)
     started = time.perf_counter()
     result = verifier.open(session)
-    yield Step(session.id, None, result.outcome, 0.0, time.perf_counter() - started)
-    drafter.open(session.id, (*session.prompt, *result.outcome.tokens), result.features)
-    while result.outcome.finish is None:
-        started = time.perf_counter()
-        (tree,) = drafter.propose([session.id])
-        drafted = time.perf_counter()
-        result = verifier.verify({session.id: tree}, rule.accept)[session.id]
-        verified = time.perf_counter()
-        drafter.advance(session.id, result.outcome.tokens, result.features)
-        yield Step(session.id, tree, result.outcome, drafted - started, verified - drafted)
+    try:
+        yield Step(session.id, None, result.outcome, 0.0, time.perf_counter() - started)
+        drafter.open(session.id, (*session.prompt, *result.outcome.tokens), result.features)
+        while result.outcome.finish is None:
+            started = time.perf_counter()
+            (tree,) = drafter.propose([session.id])
+            drafted = time.perf_counter()
+            result = verifier.verify({session.id: tree}, rule.accept)[session.id]
+            verified = time.perf_counter()
+            drafter.advance(session.id, result.outcome.tokens, result.features)
+            yield Step(session.id, tree, result.outcome, drafted - started, verified - drafted)
+    finally:
+        verifier.close(session.id)
 
 
 class _SampledRule:

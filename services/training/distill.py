@@ -68,9 +68,7 @@ def template_around_user(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         WealdError: `INVALID_ARGUMENT` when the template changes or repeats the user's text.
     """
     marker = "4e0dUSER7a91"
-    parts = tokenizer.decode(tokenizer.chat([{"role": "user", "content": marker}]), skip_special=False).split(
-        marker
-    )
+    parts = tokenizer.render([{"role": "user", "content": marker}]).split(marker)
     if len(parts) != 2:
         raise invalid("the chat template does not hold a user's message once; give a corpus instead")
     return tokenizer.encode(parts[0], special=False), tokenizer.encode(parts[1], special=False)

@@ -7,6 +7,7 @@ import pytest
 from services.bench import tau as module
 from services.bench.questions import read_questions
 from services.bench.tau import MODES, REFERENCE, bench_tau
+from services.local.models import load
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import WealdError
 
@@ -31,12 +32,16 @@ def test_questions_are_spread_evenly_over_each_set(questions: Path, tmp_path: Pa
 def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says_what_the_table_shows(
     questions: Path,
     tmp_path: Path,
-    load: Any,
+    checkpoints: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setitem(module.MODES, "dynamic 60", DraftConfig(levels=3, beam=4, budget=60))
-    bench_tau(load(), questions, 2, 12, [0.0, 1.0], tmp_path / "tau.json")
+    models = load(
+        str(checkpoints.target), str(checkpoints.head), speculative=True, device="cpu", dtype="float64"
+    )
+    bench_tau(models, questions, 2, 12, [0.0, 1.0], tmp_path / "tau.json")
     record = json.loads((tmp_path / "tau.json").read_text())
     assert record["benchmark"] == "tau"
     assert record["environment"]["torch"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from services.engine.attention import Batch, causal_segment
 from services.engine.head import EagleHead, head_config
@@ -89,9 +90,9 @@ def test_positions_far_beyond_the_configured_context_differ_from_one_another(
     twin = head(target("llama"), attention="sdpa", max_position_embeddings=16)
     features, tokens = entries(40)
     late = twin(features[None], tokens[None], 5000 + torch.arange(40)[None])[0]
-    torch.testing.assert_close(late, one_pass(twin, features, tokens), rtol=0, atol=1e-4)
+    torch.testing.assert_close(late, one_pass(twin, features, tokens), rtol=0, atol=5e-3)
     stretched = twin(features[None], tokens[None], 5000 + 2 * torch.arange(40)[None])[0]
-    assert (late - stretched).abs().max() > 0.01
+    assert (late - stretched).abs().max() > 0.1
 
 
 def test_a_draft_vocabulary_gives_the_targets_distribution_over_its_own_tokens(
@@ -136,6 +137,21 @@ def test_what_is_saved_in_the_public_layout_loads_as_the_same_head(
     features, tokens = entries(20)
     assert torch.equal(one_pass(loaded, features, tokens), one_pass(saved, features, tokens))
     assert torch.equal(loaded.log_probs(features), saved.log_probs(features))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("mistral", set()), ("qwen2", {f"layers.0.self_attn.{n}_proj.bias" for n in "qkv"})]
+)
+def test_a_head_can_be_a_layer_of_another_family(
+    kind: str, more: set[str], target: Make, entries: Make, tmp_path: Path
+) -> None:
+    options = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 61}
+    config = AutoConfig.for_model(kind, num_hidden_layers=1, **options)
+    EagleHead(config, *target("llama").embeddings()).save(tmp_path, torch.float32)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"fc.weight", "fc.bias", *LAYER, *more}
+    loaded = EagleHead.load(tmp_path, *target("llama").embeddings(), attention="sdpa")
+    assert loaded.config.model_type == kind
+    assert one_pass(loaded, *entries(5)).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
