@@ -110,12 +110,13 @@ class Trainer:
         for batch in self._validation:
             entries = self._entries(batch)
             inputs = entries.features
+            p = self._logits(entries.targets, entries).softmax(-1)
             for level in range(1, 3):
                 with self._autocast():
                     predicted = self.head(inputs, entries.tokens, entries.positions)
-                    log_q, p = self._distributions(predicted, entries)
+                log_q = self._logits(predicted, entries).log_softmax(-1)
                 agree = (log_q.argmax(-1) == p.argmax(-1)).sum()
-                ce = -(p * log_q).sum(-1).sum()
+                ce = -(p * log_q).sum()
                 for name, value in ((f"top1_level{level}", agree), (f"ce_level{level}", ce)):
                     sums[name] = sums.get(name, 0.0) + float(value)
                 inputs = _shifted(predicted, entries.features)
@@ -133,11 +134,11 @@ class Trainer:
         noise = torch.empty_like(entries.features).uniform_(-1, 1) * (self.config.noise * self.scale)
         inputs = entries.features + noise
         loss = torch.zeros((), device=self.device)
+        targets = self._logits(entries.targets, entries).softmax(-1)
         for _ in range(self.config.unroll):
             with self._autocast():
                 predicted = self.head(inputs, entries.tokens, entries.positions)
-                log_q, p = self._distributions(predicted, entries)
-            cross_entropy = -(p * log_q).sum(-1).mean()
+            cross_entropy = _soft_cross_entropy(self._logits(predicted, entries), targets)
             regression = F.smooth_l1_loss(
                 predicted[entries.valid].float() / self.scale, entries.targets[entries.valid] / self.scale
             )
@@ -150,12 +151,10 @@ class Trainer:
         self.optimizer.step()
         return float(loss.detach())
 
-    def _distributions(self, predicted: Tensor, entries: "_Entries") -> tuple[Tensor, Tensor]:
-        """log q of the head and p of the target over the draft vocabulary at valid entries, `[n, V]` each."""
-        log_q = F.linear(predicted[entries.valid], self.head.lm_head).float().log_softmax(-1)
-        with torch.no_grad():
-            p = F.linear(entries.targets[entries.valid], self.head.lm_head).float().softmax(-1)
-        return log_q, p
+    def _logits(self, features: Tensor, entries: "_Entries") -> Tensor:
+        """Logits over the draft vocabulary at the valid entries, float32 `[n, V]`."""
+        with self._autocast():
+            return F.linear(features[entries.valid], self.head.lm_head).float()
 
     def _entries(self, batch: list[int]) -> "_Entries":
         tokens = padded(self.corpus, batch).to(self.device)
@@ -239,6 +238,27 @@ class _Entries:
     """feature[i+1], float32 `[B, N, H]`."""
     valid: Tensor
     """Entries that are no padding, bool `[B, N]`."""
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Mean of -Σ p log q, whose gradient by the logits, q - p, needs no second pass over `[n, V]`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, p: Tensor) -> Tensor:
+        log_q = logits.log_softmax(-1)
+        loss = -torch.vdot(p.flatten(), log_q.flatten()) / len(p)
+        ctx.save_for_backward(log_q.exp_().sub_(p))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * (grad / len(difference)), None
+
+
+def _soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    loss: Tensor = _SoftCrossEntropy.apply(logits, p)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _shifted(predicted: Tensor, inputs: Tensor) -> Tensor:
