@@ -22,6 +22,8 @@ from services.verify.verifier import Verifier, pages_for
 
 NODES = (1, 4, 8, 16, 26, 60)
 STEPS = 24
+FIRST_LEAF = 100
+"""Leaves carry tokens from here on, behind most tokenizers' special ones."""
 
 
 def bench_step(
@@ -31,7 +33,9 @@ def bench_step(
     directory = resolve(model)
     theirs = load_model(directory, dtype, device, "sdpa")
     ours = Target.load(directory, dtype, device)
-    prompt = torch.randint(100, ours.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        FIRST_LEAF, ours.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+    )
     variants: dict[str, Callable[[], float]] = {
         "transformers generate": partial(_generate_step, theirs, prompt.to(device))
     }
@@ -85,7 +89,7 @@ def _verify_step(target: Target, prompt: list[int], nodes: int) -> float:
     pending = verifier.open(Session("bench", tuple(prompt), params, 0)).outcome.tokens[-1]
     started = time.perf_counter()
     for _ in range(STEPS):
-        leaves = range(100, 99 + nodes)
+        leaves = range(FIRST_LEAF, FIRST_LEAF + nodes - 1)
         tree = DraftTree((pending, *leaves), (-1, *(0 for _ in leaves)), (1.0, *(0.01 for _ in leaves)))
         pending = verifier.verify({"bench": tree})["bench"].outcome.tokens[-1]
     return (time.perf_counter() - started) / STEPS

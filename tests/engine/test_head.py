@@ -84,6 +84,43 @@ def test_extending_in_any_chunks_equals_one_pass_over_the_whole_prefix(
         torch.testing.assert_close(torch.cat(chunks), expected, rtol=0, atol=1e-6)
 
 
+def by_hand(tensors: dict[str, Tensor], embedding: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    """EAGLE's head from its public tensors: 4 heads over 2 of keys and values, each of size 8."""
+    w = {key.removeprefix("layers.0.").removesuffix(".weight"): v for key, v in tensors.items()}
+    n = len(tokens)
+    hidden = torch.cat([embedding[tokens], features], -1) @ w["fc"].T + w["fc.bias"]
+    angles = torch.arange(n)[:, None] * 10_000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x[..., :4], x[..., 4:]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def heads(name: str) -> Tensor:
+        return (hidden @ w[f"self_attn.{name}_proj"].T).view(n, -1, 8)
+
+    keys, values = turned(heads("k")).repeat_interleave(2, 1), heads("v").repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", turned(heads("q")), keys) / 8**0.5
+    scores += torch.full((n, n), -torch.inf).triu(1)
+    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).reshape(n, 32)
+    hidden = hidden + attended @ w["self_attn.o_proj"].T
+    normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w["post_attention_layernorm"]
+    gate, up = (normed @ w[f"mlp.{name}_proj"].T for name in ("gate", "up"))
+    return hidden + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj"].T
+
+
+def test_the_public_tensors_mean_what_they_mean_to_eagle(
+    target: Make, head: Make, entries: Make, tmp_path: Path
+) -> None:
+    head(target("llama")).save(tmp_path, torch.float64)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding, lm_head = target("llama").embeddings()
+    loaded = EagleHead.load(tmp_path, embedding, lm_head, attention="sdpa")
+    features, tokens = entries(12)
+    expected = by_hand(tensors, embedding, features, tokens)
+    torch.testing.assert_close(one_pass(loaded, features, tokens), expected, rtol=0, atol=1e-5)
+
+
 def test_positions_far_beyond_the_configured_context_differ_from_one_another(
     target: Make, head: Make, entries: Make
 ) -> None:
@@ -145,8 +182,8 @@ def test_what_is_saved_in_the_public_layout_loads_as_the_same_head(
 def test_a_head_can_be_a_layer_of_another_family(
     kind: str, more: set[str], target: Make, entries: Make, tmp_path: Path
 ) -> None:
-    options = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 61}
-    config = AutoConfig.for_model(kind, num_hidden_layers=1, **options)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(kind, hidden_size=32, intermediate_size=40, vocab_size=61, **heads)
     EagleHead(config, *target("llama").embeddings()).save(tmp_path, torch.float32)
     assert load_file(tmp_path / "model.safetensors").keys() == {"fc.weight", "fc.bias", *LAYER, *more}
     loaded = EagleHead.load(tmp_path, *target("llama").embeddings(), attention="sdpa")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
@@ -22,25 +22,29 @@ ROUNDING = 1e-9
 """Numbers nearer to each other than this may compare either way by rounding alone."""
 
 TOKENS = st.integers(0, V - 1)
-TEXTS = st.lists(TOKENS, max_size=8)
+TEXTS = st.lists(st.integers(0, V // 2), max_size=8)
 LOGITS = st.lists(st.integers(-40, 40).map(lambda x: x / 8), min_size=V, max_size=V)
 """Few enough values for ties, exact in every dtype."""
 
-BIAS = st.dictionaries(TOKENS, st.one_of(st.just(-math.inf), st.floats(-5, 5)), max_size=V)
-PARAMS = st.fixed_dictionaries(
-    {},
-    optional={
-        "logit_bias": BIAS,
-        "min_tokens": st.integers(0, 8),
-        "repetition_penalty": st.floats(0.5, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2),
-        "temperature": st.one_of(st.just(0.0), st.floats(0.1, 3)),
-        "min_p": st.floats(1e-6, 0.99),
-        "top_k": st.integers(0, V + 2),
-        "top_p": st.floats(0.01, 1),
-    },
-).map(lambda values: SamplingParams(max_tokens=20, **values))
+
+def either(neutral: float, low: int, high: int) -> st.SearchStrategy[float]:
+    """The value that changes nothing, or any number of hundredths in a range."""
+    return st.one_of(st.just(neutral), st.integers(low, high).map(lambda x: x / 100))
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(20),
+    min_tokens=st.sampled_from([0, 3, 4, 5]),
+    logit_bias=st.dictionaries(TOKENS, st.sampled_from([-math.inf, -1.5, 0.125, 2.0]), max_size=3),
+    repetition_penalty=either(1.0, 50, 200),
+    frequency_penalty=either(0.0, -200, 200),
+    presence_penalty=either(0.0, -200, 200),
+    temperature=st.one_of(st.just(0.0), either(1.0, 10, 300)),
+    min_p=either(0.0, 1, 50),
+    top_k=st.integers(0, V + 1),
+    top_p=either(1.0, 1, 99),
+)
 CONTEXTS = st.builds(
     Context,
     PARAMS,
@@ -124,6 +128,7 @@ def context(
     return Context(SamplingParams(max_tokens=100, **values), seed, prompt, output, frozenset())
 
 
+@settings(max_examples=600)
 @given(logits=LOGITS, one=CONTEXTS)
 def test_the_scores_are_those_of_the_plain_reference(logits: list[float], one: Context) -> None:
     (scores,) = process(double(logits), [one]).tolist()
