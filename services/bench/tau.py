@@ -107,6 +107,10 @@ class Tally:
         }
 
 
+Tallies = dict[tuple[float, str, str], Tally]
+"""By temperature, task and mode."""
+
+
 def bench_tau(
     models: Models,
     questions: Path,
@@ -117,32 +121,46 @@ def bench_tau(
 ) -> None:
     """Answer every question in every mode, one after the other, and print a table per temperature."""
     tasks = read_questions(questions, limit)
-    tallies: dict[tuple[float, str, str], Tally] = {}
+    tallies: Tallies = {}
     total = sum(len(prompts) for prompts in tasks.values()) * len(temperatures)
     with tqdm(total=total, unit="question", desc="bench tau", dynamic_ncols=True) as bar:
-        # A task at a time, both temperatures, so that a run cut short has whole tasks.
+        # A task at a time, at all temperatures, and written each time: a run cut short leaves whole tasks.
         for task, prompts in tasks.items():
             for temperature in temperatures:
                 for number, prompt in enumerate(prompts):
                     session = _session(models, f"{task}-{number}", prompt, max_tokens, temperature, number)
-                    plain: Answer | None = None
-                    for mode, answer in _answers(models, session):
-                        plain = plain or answer
-                        tally = tallies.setdefault((temperature, task, mode), Tally())
-                        tally.add(answer, None if mode == REFERENCE else plain)
+                    _count(models, session, task, tallies)
                     bar.update()
-    for (temperature, _, mode), tally in list(tallies.items()):
-        tallies.setdefault((temperature, "overall", mode), Tally()).merge(tally)
+            if json_file:
+                settings = {"limit": limit, "max_tokens": max_tokens, "temperatures": list(temperatures)}
+                write_json(json_file, "tau", settings, {"rows": _rows(_with_overall(tallies))})
     console = Console()
     for temperature in temperatures:
-        console.print(_table(tallies, temperature, [*tasks, "overall"]))
-    if json_file:
-        rows = [
-            {"temperature": temperature, "task": task, "mode": mode} | tally.figures()
-            for (temperature, task, mode), tally in tallies.items()
-        ]
-        settings = {"limit": limit, "max_tokens": max_tokens, "temperatures": list(temperatures)}
-        write_json(json_file, "tau", settings, {"rows": rows})
+        console.print(_table(_with_overall(tallies), temperature, [*tasks, "overall"]))
+
+
+def _count(models: Models, session: Session, task: str, tallies: Tallies) -> None:
+    """Answer one question in every mode and add the answers to the tallies of its task."""
+    plain: Answer | None = None
+    for mode, answer in _answers(models, session):
+        plain = plain or answer
+        tally = tallies.setdefault((session.params.temperature, task, mode), Tally())
+        tally.add(answer, None if mode == REFERENCE else plain)
+
+
+def _with_overall(tallies: Tallies) -> Tallies:
+    """The tallies, and those of all tasks together."""
+    overall: Tallies = {}
+    for (temperature, _, mode), tally in tallies.items():
+        overall.setdefault((temperature, "overall", mode), Tally()).merge(tally)
+    return tallies | overall
+
+
+def _rows(tallies: Tallies) -> list[dict[str, Any]]:
+    return [
+        {"temperature": temperature, "task": task, "mode": mode} | tally.figures()
+        for (temperature, task, mode), tally in tallies.items()
+    ]
 
 
 def _session(models: Models, id: str, prompt: str, max_tokens: int, temperature: float, seed: int) -> Session:
@@ -179,7 +197,7 @@ def _answer(models: Models, session: Session, decoding: Iterator[Step]) -> Answe
     return Answer(generation.result(), steps, head.seconds, target.seconds, total)
 
 
-def _table(tallies: dict[tuple[float, str, str], Tally], temperature: float, tasks: Sequence[str]) -> Table:
+def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
     table = Table(title=f"temperature {temperature:g}", title_justify="left")
     for name in ("task", "mode", "τ", "tokens/s", "× plain", "identical", "head ms", "target ms", "other"):
         table.add_column(name, justify="left" if name in ("task", "mode") else "right")

@@ -71,8 +71,12 @@ class Drafter:
         self._sessions[id] = _Drafting(tokens[-1], features, list(tokens[1:]))
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Tell what a round committed: its tokens, and the features of root and accepted nodes, `[n, H]`."""
-        state = self._sessions[id]
+        """Tell what a round committed: its tokens, and the features of root and accepted nodes, `[n, H]`.
+
+        Raises:
+            WealdError: `UNKNOWN_SESSION`.
+        """
+        state = self._session(id)
         state.pending = tokens[-1]
         state.tokens.extend(tokens)
         state.features = torch.cat([state.features, features])
@@ -82,9 +86,11 @@ class Drafter:
         """One draft tree for each session: extend, grow, rerank.
 
         Raises:
-            WealdError: `RESOURCE_EXHAUSTED` when too few pages are free.
+            WealdError: `UNKNOWN_SESSION`, `RESOURCE_EXHAUSTED` when too few pages are free.
         """
-        sessions = [self._sessions[id] for id in ids]
+        sessions = [self._session(id) for id in ids]
+        if not sessions:
+            return []
         while waiting := [state for state in sessions if state.tokens]:
             self._extend(waiting)
         candidates = self._grow(sessions)
@@ -98,6 +104,12 @@ class Drafter:
     def check(self) -> None:
         """Verify that every page is free or owned by exactly one session; `WealdError(INTERNAL)` if not."""
         self._pool.check(state.pages for state in self._sessions.values())
+
+    def _session(self, id: str) -> _Drafting:
+        state = self._sessions.get(id)
+        if state is None:
+            raise WealdError(ErrorCode.UNKNOWN_SESSION, f"session {id} is not open; open it first")
+        return state
 
     def _extend(self, waiting: Sequence[_Drafting]) -> None:
         """Append true entries for positions committed since the last round, a chunk of each session."""

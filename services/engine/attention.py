@@ -107,6 +107,8 @@ class Batch:
 
     def __init__(self, segments: Sequence[Segment], cache: PagedCache) -> None:
         self.cache = cache
+        self.written: set[int] = set()
+        """Layers that have written their keys and values in this step."""
         self.slots = torch.cat([s.slots[-s.rows :] for s in segments])
         """Slot each row writes, int64 `[N]`."""
         self.positions = torch.cat([s.positions[-s.rows :] for s in segments])
@@ -157,6 +159,9 @@ def tree_attention(
     if s_aux is not None:
         raise WealdError(ErrorCode.UNSUPPORTED_MODEL, "attention sinks are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer in batch.written:
+        raise WealdError(ErrorCode.UNSUPPORTED_MODEL, f"layer {layer} attends more than once in a step")
+    batch.written.add(layer)
     batch.cache.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     heads, head_dim = query.shape[1], query.shape[3]
     kv_heads = key.shape[1]

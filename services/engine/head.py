@@ -116,8 +116,8 @@ class EagleHead(nn.Module):
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {_public(k): v.detach().to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
         extra: dict[str, Any] = {"bias": self.fc.bias is not None, "architectures": ["EagleHead"]}
-        if len(self.vocabulary) < self.config.vocab_size:
-            ids = self.vocabulary.cpu()
+        ids = self.vocabulary.cpu()
+        if not torch.equal(ids, torch.arange(self.config.vocab_size)):
             tensors["d2t"] = ids - torch.arange(len(ids))
             extra["draft_vocab_size"] = len(ids)
         config = self.config.to_dict() | extra | {"dtype": str(dtype).removeprefix("torch.")}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from services.engine.attention import ATTENTION, Batch
+from services.engine.attention import ATTENTION, Batch, causal_segment
 from services.engine.cache import PagedCache
 from services.engine.checkpoints import load_model
 from services.types.errors import ErrorCode, WealdError
@@ -23,8 +23,8 @@ class Target:
         """Wrap a loaded model.
 
         Raises:
-            WealdError: `UNSUPPORTED_MODEL` for layers that are not softmax attention and for RoPE that
-                depends on the batch's longest position.
+            WealdError: `UNSUPPORTED_MODEL` for layers that are not softmax attention through our function,
+                and for RoPE that depends on the batch's longest position.
         """
         config = model.config.get_text_config()
         refuse_unsupported(model, config)
@@ -35,7 +35,7 @@ class Target:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
-        self.eos_token_ids = eos_token_ids(model)
+        self.eos_token_ids = frozenset(t for t in eos_token_ids(model) if t < self.vocab_size)
         self._layers: int = config.num_hidden_layers
         heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -43,6 +43,7 @@ class Target:
         self._hidden = torch.empty(0)
         decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
         decoder.register_forward_hook(self._keep_hidden)
+        self._probe()
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, device: torch.device) -> "Target":
@@ -93,6 +94,17 @@ class Target:
         logits: Tensor = output.logits[0]
         return logits
 
+    def _probe(self) -> None:
+        """Run one token and see that every layer attends through our function, once."""
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        batch = Batch([causal_segment(zero, 1)], self.new_cache(1, 1))
+        try:
+            Target.forward(self, zero, batch, zero)
+        except (TypeError, RuntimeError, AttributeError, WealdError) as error:
+            raise unsupported(self.model, f"its forward does not take our batch ({error})") from error
+        if len(batch.written) != self._layers:
+            raise unsupported(self.model, "some of its layers have an attention of their own")
+
     def _keep_hidden(self, module: nn.Module, args: object, output: object) -> None:
         # The features stand between the decoder and the LM head, inside one call of the model, which alone
         # knows how its logits are scaled or capped.
@@ -117,35 +129,36 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
+def unsupported(model: PreTrainedModel, reason: str) -> WealdError:
+    """An `UNSUPPORTED_MODEL` error that names the model and why."""
+    return WealdError(
+        ErrorCode.UNSUPPORTED_MODEL,
+        f"{type(model).__name__} cannot be a target: {reason}; "
+        "choose a model whose layers are all softmax attention, such as Llama, Qwen, Mistral or Gemma",
+    )
+
+
 def refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Name what keeps a model from running on paged tree attention.
 
     Raises:
         WealdError: `UNSUPPORTED_MODEL`.
     """
-
-    def refuse(reason: str) -> WealdError:
-        return WealdError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            f"{type(model).__name__} cannot be a target: {reason}; "
-            "choose a model whose layers are all softmax attention, such as Llama, Qwen, Mistral or Gemma",
-        )
-
     if not model._supports_attention_backend:
-        raise refuse("its attention cannot be replaced by a registered function")
+        raise unsupported(model, "its attention cannot be replaced by a registered function")
     if config.is_encoder_decoder:
-        raise refuse("it has an encoder")
+        raise unsupported(model, "it has an encoder")
     foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if foreign:
-        raise refuse(f"it has layers of type {', '.join(sorted(foreign))}")
+        raise unsupported(model, f"it has layers of type {', '.join(sorted(foreign))}")
     for name in ("ssm_cfg", "mamba_d_state", "state_size", "kv_lora_rank"):
         if getattr(config, name, None):
-            raise refuse(f"its configuration has {name}")
+            raise unsupported(model, f"its configuration has {name}")
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        raise refuse("it has attention sinks")
+        raise unsupported(model, "it has attention sinks")
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in ropes.values() if isinstance(r, dict)]
     for rope in nested or [ropes]:
         kind = rope.get("rope_type", "default")
         if kind not in _ROPES:
-            raise refuse(f"its RoPE of type {kind} depends on the longest position in the batch")
+            raise unsupported(model, f"its RoPE of type {kind} depends on the longest position in the batch")

@@ -115,6 +115,8 @@ class Verifier:
                 root is not pending or whose tokens the target does not know, `RESOURCE_EXHAUSTED` when too
                 few pages are free.
         """
+        if not trees:
+            return {}
         running = [self._expecting(id, tree) for id, tree in trees.items()]
         forest = [tree.cut(r.room - 1) for r, tree in zip(running, trees.values(), strict=True)]
         slots = [self._reserve(r, len(tree)) for r, tree in zip(running, forest, strict=True)]

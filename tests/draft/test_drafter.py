@@ -240,3 +240,13 @@ def test_the_integrity_check_catches_a_leaked_page(target: Make, head: Make) -> 
     page = drafter._sessions["a"].pages.pop()
     with pytest.raises(WealdError, match=rf"KV pages leaked: \[{page}\]"):
         drafter.check()
+
+
+def test_a_session_that_is_not_open_is_named_and_no_sessions_need_no_pass(target: Make, head: Make) -> None:
+    llama = target("llama")
+    drafter = Drafter(head(llama), DraftConfig(), num_pages=4)
+    assert drafter.propose([]) == []
+    for call in (lambda: drafter.propose(["a"]), lambda: drafter.advance("a", [1], torch.zeros(1, 32))):
+        with pytest.raises(WealdError, match="session a is not open") as refused:
+            call()
+        assert refused.value.code is ErrorCode.UNKNOWN_SESSION

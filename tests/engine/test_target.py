@@ -96,6 +96,10 @@ def test_end_tokens_are_those_of_the_generation_config_else_of_the_model_config(
     assert Target(built).eos_token_ids == ends
 
 
+def test_end_tokens_beyond_the_vocabulary_are_none(model: Make) -> None:
+    assert Target(model("llama", eos_token_id=[2, 61, 99])).eos_token_ids == {2}
+
+
 def assert_unsupported(model: Any, *says: str) -> None:
     with pytest.raises(WealdError) as refused:
         Target(model)
@@ -121,6 +125,8 @@ def test_rope_that_depends_on_the_longest_position_is_refused_by_name(rope: str,
         ("recurrent_gemma", {"block_types": ["recurrent", "attention"]}, "layers of type linear_attention"),
         ("deepseek_v3", {}, "kv_lora_rank"),
         ("bloom", {}, "its attention cannot be replaced"),
+        ("diffllama", {}, "layer 0 attends more than once"),
+        ("nemotron", {}, "does not take our batch"),
         (
             "gpt_oss",
             {

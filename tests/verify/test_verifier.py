@@ -242,3 +242,10 @@ def test_the_pages_foreseen_for_a_session_hold_it_with_the_largest_trees(
         output += verifier.verify({"a": wide})["a"].outcome.tokens
     assert tuple(output) == stream
     idle(verifier)
+
+
+def test_a_round_of_no_sessions_needs_no_step(watched: Make) -> None:
+    target = watched("llama")
+    before = len(target.batches)
+    assert Verifier(target, num_pages=4).verify({}) == {}
+    assert len(target.batches) == before
