@@ -33,7 +33,8 @@ def process(logits: Tensor, contexts: Sequence[Context]) -> Tensor:
     """Scores whose softmax is the distribution each row draws from.
 
     Bias and bans, penalties, temperature, min-p, top-k, top-p, in this order, as in vLLM. At temperature 0
-    the scores are not divided and no token is cut: neither changes the most likely one.
+    the scores are not divided and no token is cut: neither changes the most likely one. Where bias and bans
+    leave no token at all, the draw is token 0.
 
     Args:
         logits: raw logits `[R, V]` of any floating dtype.

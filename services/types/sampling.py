@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from services.types.errors import invalid
 
 SEED_BITS = 64
+MIN_TEMPERATURE = 1e-5
+"""Below it float32 logits divided by the temperature overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +60,24 @@ class SamplingParams:
             f"min_tokens must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}",
         )
         require(
-            0 <= self.temperature < math.inf,
-            f"temperature must be a finite number from 0 on, got {self.temperature}",
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+            f"temperature must be 0 (greedy) or a finite number from {MIN_TEMPERATURE:g} on, "
+            f"got {self.temperature}",
         )
         require(self.top_k >= 0, f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         number("min_p", 0, 1)
         number("frequency_penalty", -2, 2)
         number("presence_penalty", -2, 2)
-        require(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}",
-        )
+        number("repetition_penalty", 0.01, 100)
         for token, bias in self.logit_bias.items():
             require(token >= 0, f"logit_bias names token {token}; token ids start at 0")
-            require(bias < math.inf, f"logit_bias of token {token} must be below infinity, got {bias}")
+            require(
+                bias == -math.inf or -100 <= bias <= 100,
+                f"logit_bias of token {token} must be in [-100, 100], or -inf to ban it, got {bias}",
+            )
+        for token in self.stop_token_ids:
+            require(token >= 0, f"stop_token_ids names token {token}; token ids start at 0")
 
     @property
     def penalised(self) -> bool:

@@ -233,7 +233,10 @@ def test_a_wrong_option_is_named_and_the_exit_code_is_two(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--temperature", "-1"), "temperature must be a finite number from 0 on, got -1.0"),
+        (
+            ("--temperature", "-1"),
+            "temperature must be 0 (greedy) or a finite number from 1e-05 on, got -1.0",
+        ),
         (("--speculative-num-draft-tokens", "65"), "the tree budget must be in [1, 64], got 65"),
         (("--device", "abacus"), "there is no device 'abacus' here"),
         (("--device", "meta"), "there is no device 'meta' here"),

@@ -30,8 +30,9 @@ TREE = DraftTree((0, 5, 6, 7, 5, 8), (-1, 0, 0, 2, 2, 4), (1.0,) * 6)
 
 
 def saying(words: dict[int, int]) -> Draw:
-    """The token said at each node of one tree."""
-    return lambda going: [words[node] for _, node in going]
+    """The token said at each node of one tree; no node is asked twice."""
+    left = dict(words)
+    return lambda going: [left.pop(node) for _, node in going]
 
 
 @pytest.mark.parametrize(

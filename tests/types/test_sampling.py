@@ -13,9 +13,15 @@ from services.types.sampling import SamplingParams
         ({"max_tokens": -1}, "max_tokens must not be negative, got -1"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be in [0, max_tokens=3], got 4"),
         ({"min_tokens": -1}, "min_tokens must be in [0, max_tokens=16], got -1"),
-        ({"temperature": -0.1}, "temperature must be a finite number from 0 on, got -0.1"),
-        ({"temperature": math.inf}, "temperature must be a finite number from 0 on, got inf"),
-        ({"temperature": math.nan}, "temperature must be a finite number from 0 on, got nan"),
+        ({"temperature": -0.1}, "temperature must be 0 (greedy) or a finite number from 1e-05 on, got -0.1"),
+        (
+            {"temperature": math.inf},
+            "temperature must be 0 (greedy) or a finite number from 1e-05 on, got inf",
+        ),
+        (
+            {"temperature": math.nan},
+            "temperature must be 0 (greedy) or a finite number from 1e-05 on, got nan",
+        ),
         ({"top_k": -1}, "top_k must be 0 (all tokens) or more, got -1"),
         ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
         ({"top_p": 1.1}, "top_p must be in (0, 1], got 1.1"),
@@ -25,11 +31,23 @@ from services.types.sampling import SamplingParams
         ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1"),
         ({"frequency_penalty": math.nan}, "frequency_penalty must be in [-2, 2], got nan"),
         ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty must be a finite number above 0, got inf"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be in [0.01, 100], got 0.0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be in [0.01, 100], got inf"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias names token -1; token ids start at 0"),
-        ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be below infinity, got inf"),
-        ({"logit_bias": {3: math.nan}}, "logit_bias of token 3 must be below infinity, got nan"),
+        (
+            {"logit_bias": {3: math.inf}},
+            "logit_bias of token 3 must be in [-100, 100], or -inf to ban it, got inf",
+        ),
+        ({"temperature": 1e-6}, "temperature must be 0 (greedy) or a finite number from 1e-05 on, got 1e-06"),
+        (
+            {"logit_bias": {3: 1e39}},
+            "logit_bias of token 3 must be in [-100, 100], or -inf to ban it, got 1e+39",
+        ),
+        ({"stop_token_ids": (4, -1)}, "stop_token_ids names token -1; token ids start at 0"),
+        (
+            {"logit_bias": {3: math.nan}},
+            "logit_bias of token 3 must be in [-100, 100], or -inf to ban it, got nan",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
