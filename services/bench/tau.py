@@ -200,7 +200,8 @@ def _answer(models: Models, session: Session, decoding: Iterator[Step]) -> Answe
 def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
     table = Table(title=f"temperature {temperature:g}", title_justify="left")
     for name in ("task", "mode", "τ", "tokens/s", "× plain", "identical", "head ms", "target ms", "other"):
-        table.add_column(name, justify="left" if name in ("task", "mode") else "right")
+        words = name in ("task", "mode")
+        table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for task in tasks:
         plain = tallies[temperature, task, "plain"].figures()["tokens_per_s"]
         for mode in (*MODES, REFERENCE):
