@@ -36,7 +36,7 @@ def show(models: "Models", console: Console) -> None:
             _answer(models, 0, trees, WARM_UP_TOKENS)
     console.print(QUESTION, style="bold")
     table = Table(title=f"{MODEL} on {models.target.device.type}")
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     for name in ("tokens", "rounds", "τ", "tokens/s", "speedup", "identical"):
         table.add_column(name, justify="right")
     for temperature in (0, 1):
