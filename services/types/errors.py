@@ -36,3 +36,8 @@ class WealdError(Exception):
 def invalid(message: str) -> WealdError:
     """An `INVALID_ARGUMENT` error, the commonest one."""
     return WealdError(ErrorCode.INVALID_ARGUMENT, message)
+
+
+def incompatible(message: str) -> WealdError:
+    """An `INCOMPATIBLE_CHECKPOINT` error."""
+    return WealdError(ErrorCode.INCOMPATIBLE_CHECKPOINT, message)
