@@ -28,5 +28,5 @@ lint: venv ## ruff, mypy --strict, import layers
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
 
-bench: venv ## acceptance length and speed of every tree shape; pass options as ARGS='--limit 10'
+bench: venv ## acceptance length and speed of every tree shape; pass options as ARGS='--questions DIR'
 	@.venv/bin/weald bench tau $(ARGS)
