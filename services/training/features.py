@@ -1,5 +1,6 @@
 """Features of a whole corpus, computed once by prefill and kept in a file."""
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from services.training.corpus import Sequences
 def corpus_features(model: PreTrainedModel, corpus: Sequences, file: Path, batch_tokens: int) -> Tensor:
     """The target's features at every token of the corpus, bfloat16 `[N, H]`, backed by `file`.
 
-    Resumes where an interrupted run stopped: finished batches are counted in a file beside it.
+    Resumes where an interrupted run over the same corpus stopped: a file beside it counts finished batches.
 
     Args:
         model: a plain transformers causal LM; its own causal attention is used.
@@ -28,7 +29,12 @@ def corpus_features(model: PreTrainedModel, corpus: Sequences, file: Path, batch
         total, hidden
     )
     progress_file = file.with_suffix(".done")
-    done = int(progress_file.read_text()) if progress_file.is_file() else 0
+    same = hashlib.sha256(corpus.tokens.numpy().tobytes() + corpus.starts.numpy().tobytes()).hexdigest()
+    key = f"{same} {batch_tokens}"
+    before, _, finished = (
+        progress_file.read_text().rpartition(" ") if progress_file.is_file() else ("", "", "0")
+    )
+    done = int(finished) if before == key else 0
     batches = batches_by_length(corpus, batch_tokens)
     bar = tqdm(total=total, unit="tok", desc="features", dynamic_ncols=True)
     for number, batch in enumerate(batches):
@@ -40,7 +46,7 @@ def corpus_features(model: PreTrainedModel, corpus: Sequences, file: Path, batch
         for row, sequence in enumerate(batch):
             start, end = corpus.starts[sequence : sequence + 2].tolist()
             features[start:end] = hidden_states[row, : end - start].to("cpu", torch.bfloat16)
-        progress_file.write_text(str(number + 1))
+        progress_file.write_text(f"{key} {number + 1}")
     bar.close()
     return features
 

@@ -33,7 +33,13 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     if self_distill:
         dialogues = out / "self-distilled.jsonl.gz"
-        distill(Target.load(directory, torch.bfloat16, device), tokenizer, self_distill, dialogues)
+        distill(
+            Target.load(directory, torch.bfloat16, device),
+            tokenizer,
+            self_distill,
+            dialogues,
+            seed=config.seed,
+        )
         corpus = [*corpus, dialogues]
     sequences = read_corpus(corpus, tokenizer, max_length)
     print(f"{len(sequences)} sequences, {sequences.tokens.numel()} tokens")

@@ -31,9 +31,9 @@ class TrainingConfig:
     """How a head is trained. A resumed run must have the same."""
 
     epochs: int = 4
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     """Tokens of a step, padding included."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     """At the end of warm-up; then a half cosine down to a twentieth of it."""
     warmup_steps: int = 100
     regression_weight: float = 0.2

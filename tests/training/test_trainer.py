@@ -83,6 +83,16 @@ def test_an_interrupted_feature_run_goes_on_where_it_stopped(
     assert len(calls) == len(batches_by_length(corpus, 64)) + 1
 
 
+def test_features_of_another_corpus_in_the_same_place_are_computed_anew(
+    checkpoints: Any, corpus: Sequences, tmp_path: Path
+) -> None:
+    model = load_model(checkpoints.target, torch.float32, torch.device("cpu"), "sdpa")
+    corpus_features(model, corpus, tmp_path / "features.bin", 64)
+    other = Sequences((corpus.tokens + 1) % 15, corpus.starts)
+    again = corpus_features(model, other, tmp_path / "features.bin", 64)
+    assert torch.equal(again, corpus_features(model, other, tmp_path / "fresh.bin", 64))
+
+
 def test_batches_hold_every_sequence_once_within_their_tokens(corpus: Sequences) -> None:
     batches = batches_by_length(corpus, 64)
     assert sorted(s for batch in batches for s in batch) == list(range(len(corpus)))
