@@ -53,6 +53,7 @@ class Tally:
     """Sums over the answers of one mode at one temperature."""
 
     answers: int = 0
+    compared: int = 0
     identical: int = 0
     tokens: int = 0
     rounds: int = 0
@@ -67,7 +68,9 @@ class Tally:
     def add(self, answer: "Answer", plain: "Answer | None") -> None:
         """Count one answer; `plain` is the answer without trees, when the text must be the same."""
         self.answers += 1
-        self.identical += plain is not None and answer.result.token_ids == plain.result.token_ids
+        if plain is not None:
+            self.compared += 1
+            self.identical += answer.result.token_ids == plain.result.token_ids
         # The first token is the prefill's, in all modes alike; decoding is what differs.
         self.tokens += len(answer.result.token_ids) - 1
         self.rounds += answer.result.rounds
@@ -96,7 +99,7 @@ class Tally:
         tau = self.tree_tokens / self.tree_rounds if self.tree_rounds else None
         return {
             "answers": self.answers,
-            "identical": self.identical,
+            "identical": self.identical if self.compared else None,
             "tokens": self.tokens,
             "tau": tau,
             "tokens_per_s": self.tokens / self.total_s,
@@ -215,7 +218,7 @@ def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
                 "" if row["tau"] is None else f"{row['tau']:.2f}",
                 f"{row['tokens_per_s']:.1f}",
                 f"{row['tokens_per_s'] / plain:.2f}",
-                "" if mode == REFERENCE else f"{row['identical']}/{row['answers']}",
+                "" if row["identical"] is None else f"{row['identical']}/{row['answers']}",
                 f"{row['head_ms_per_round']:.1f}",
                 f"{row['target_ms_per_round']:.1f}",
                 f"{row['other_share']:.1%}",

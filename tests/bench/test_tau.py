@@ -56,6 +56,7 @@ def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says
             assert 0 < row["other_share"] < 1
             parts = [rows[temperature, task, mode]["tokens"] for task in ("alpha", "beta")]
             assert row["tokens"] == sum(parts)
+    assert rows[1.0, "overall", REFERENCE]["identical"] is None
     assert max(r["tau"] or 0 for r in rows.values()) > 1
     printed = capsys.readouterr().out
     assert "dynamic 26" in printed
