@@ -22,11 +22,12 @@ demo: venv ## a real chat model answers, with draft trees and without
 test: lint ## everything that must hold before a commit: lint, then all tests
 	.venv/bin/pytest
 
-lint: venv ## ruff, mypy --strict, import layers
+lint: venv ## ruff, mypy --strict, import layers, the wire contract
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/python scripts/protos --check
 
 bench: venv ## acceptance length and speed of every tree shape; pass options as ARGS='--questions DIR'
 	@.venv/bin/weald bench tau $(ARGS)

@@ -158,7 +158,7 @@ def assert_idle(service: Any) -> None:
     """Pages of a verifier or drafter are in order and nobody owns any; a stand-in knows no session."""
     if isinstance(service, Verifier | Drafter):
         service.check()
-        assert service._pool.free_pages == service._pool.num_pages
+        assert service.pool.free_pages == service.pool.num_pages
     else:
         assert not service.known
 
@@ -209,21 +209,24 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
+        self._told: dict[str, int] = {}
 
-    def open(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Begin a session; there must be a feature for every token but the pending one."""
+    def open(self, id: str, tokens: Sequence[int]) -> int:
+        """Begin a session; it needs all features."""
         assert id not in self.known
-        assert len(features) == len(tokens) - 1
         self.known[id] = len(tokens)
+        self._told[id] = 0
+        return 0
 
     def propose(self, ids: Sequence[str]) -> list[DraftTree]:
-        """A random tree for each session."""
+        """A random tree for each session; all features below the pending token must have come."""
+        assert all(self._told[id] == self.known[id] - 1 for id in ids)
         return [self._tree(id) for id in ids]
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Go on behind what was committed; there must be a feature for every position it filled."""
-        assert len(features) == len(tokens)
+        """Go on behind what was committed."""
         self.known[id] += len(tokens)
+        self._told[id] += len(features)
 
     def close(self, id: str) -> None:
         """Forget a session."""

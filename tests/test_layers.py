@@ -76,6 +76,12 @@ def test_the_gateway_loads_neither_torch_nor_transformers() -> None:
     assert not loaded & {"torch", "transformers"}
 
 
+def test_the_wire_loads_neither_arrays_nor_models() -> None:
+    loaded = packages_of(modules_loaded_by(IMPORT_EVERYTHING_IN, "services.wire"))
+    assert {"grpc", "weald"} <= loaded
+    assert not loaded & {"numpy", "torch", "transformers"}
+
+
 @pytest.mark.parametrize("package", ["speculation", "engine", "draft", "verify"])
 def test_models_and_trees_load_no_cluster_store_exporter_or_front_end(package: str) -> None:
     loaded = packages_of(modules_loaded_by(IMPORT_EVERYTHING_IN, f"services.{package}"))

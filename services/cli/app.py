@@ -9,8 +9,11 @@ from typer.core import TyperGroup
 
 from services.cli.bench import bench
 from services.cli.demo import demo
+from services.cli.draft import draft
 from services.cli.generate import generate
+from services.cli.status import status
 from services.cli.train_head import train_head
+from services.cli.verify import verify
 from services.types.errors import WealdError
 
 
@@ -37,6 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(verify)
+app.command()(draft)
+app.command()(status)
 app.command()(demo)
 app.command()(train_head)
 app.add_typer(bench)

@@ -8,6 +8,7 @@ import typer
 bench = typer.Typer(name="bench", help="Measure, print a table, and write it as JSON.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")]
+Head = Annotated[str | None, typer.Option(help="The draft head; packaged models bring one.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and the environment here.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, and so on.")]
 Dtype = Annotated[str, typer.Option(help="auto (bfloat16 on cuda, else float32), bfloat16, float32.")]
@@ -17,9 +18,7 @@ Dtype = Annotated[str, typer.Option(help="auto (bfloat16 on cuda, else float32),
 def tau(
     questions: Annotated[Path, typer.Option(help="A directory of question sets, TASK.jsonl each.")],
     model: Model = "smollm2-135m",
-    speculative_model: Annotated[
-        str | None, typer.Option(help="The draft head; packaged models bring one.")
-    ] = None,
+    speculative_model: Head = None,
     limit: Annotated[int | None, typer.Option(help="Questions of each task; all if absent.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0 and 1 if absent.")] = None,
@@ -51,3 +50,66 @@ def step(
     placed = usable_device(device)
     with quiet():
         bench_step(model, precision(dtype, placed), placed, context, repeats, json)
+
+
+@bench.command()
+def link(
+    questions: Annotated[Path | None, typer.Option(help="A directory of question sets.")] = None,
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    answers: Annotated[int, typer.Option(help="Answers whose rounds are measured.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds of each payload over the wire alone.")] = 500,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """What the wire costs a round, by the clocks of both ends, beside a raw gRPC echo of the same sizes."""
+    from services.bench.link import bench_link
+    from services.bench.questions import some_prompts
+    from services.local.models import head_of, precision, quiet, usable_device
+
+    placed = usable_device(device)
+    head = head_of(model, speculative_model)
+    prompts = some_prompts(questions, answers)
+    with quiet():
+        bench_link(model, head, precision(dtype, placed), placed, prompts, max_tokens, rounds, json)
+
+
+@bench.command()
+def turns(
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the first turn.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of a turn at most.")] = 32,
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """What a second turn of a long chat computes anew, counted at both services."""
+    from services.bench.turns import bench_turns
+
+    bench_turns(model, speculative_model, dtype, tokens, max_tokens, json)
+
+
+@bench.command()
+def load(
+    sessions: Annotated[str, typer.Option(help="How many sessions at once, like 1,2,4.")] = "1,2,4,8,16",
+    questions: Annotated[Path | None, typer.Option(help="A directory of question sets.")] = None,
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Interleaved repetitions, of which medians are shown.")] = 3,
+    nodes: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = 60,
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Tokens/s and time per token of many sessions through the services, speculative against plain."""
+    from services.bench.load import bench_load
+    from services.bench.questions import some_prompts
+
+    try:
+        counts = [int(count) for count in sessions.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter("write numbers with commas between, like 1,2,4") from error
+    prompts = some_prompts(questions, max(counts))
+    bench_load(model, speculative_model, dtype, nodes, counts, prompts, max_tokens, repeats, json)

@@ -1,19 +1,25 @@
-"""`weald generate`: one text from a model, in this process."""
+"""`weald generate`: one text from a model, in this process or by a draft service."""
 
 import json
 import secrets
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, mutual_tls
 from services.cli.show_tree import draw_round
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import invalid
+from services.types.messages import Call
 from services.types.sampling import SEED_BITS, SamplingParams
 from services.types.session import Session
+
+if TYPE_CHECKING:
+    from services.gateway.tokenizer import Tokenizer
 
 _DRAFT = DraftConfig()
 
@@ -31,16 +37,15 @@ def _output(help: str, *names: str) -> Any:
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")],
+    model: Model,
     prompt: Annotated[str | None, typer.Option(help="The text; absent or -: from standard input.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, and so on.")] = "auto",
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32", "float64"],
-        typer.Option(
-            metavar="TYPE", help="float32, bfloat16 or float64; auto: bfloat16 on cuda, else float32."
-        ),
-    ] = "auto",
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A draft replica that generates; absent: this process does."),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     max_tokens: Annotated[int, _sampling("Output tokens at most.")] = 128,
     min_tokens: Annotated[int, _sampling("No end or stop token before so many tokens.")] = 0,
     temperature: Annotated[float, _sampling("0 takes the most likely token.")] = 1.0,
@@ -82,6 +87,9 @@ def generate(
     ] = _DRAFT.levels,
     as_json: Annotated[bool, _output("Print one JSON object and nothing else.", "--json")] = False,
     show_tree: Annotated[bool, _output("Draw each round's draft tree.", "--show-tree")] = False,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
+    tls_authority: Authority = None,
 ) -> None:
     """Answer a prompt, streaming the text while draft trees grow it."""
     if as_json and show_tree:
@@ -104,19 +112,31 @@ def generate(
     draft = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     text = _standard_input() if prompt is None or prompt == "-" else prompt
 
-    from services.local.generation import Generation
-    from services.local.models import load
+    tls = mutual_tls(tls_certificate, tls_key, tls_authority)
 
-    models = load(model, speculative_model, speculative=speculative == "on", device=device, dtype=dtype)
-    tokens = models.chat(text) if chat else models.tokenizer.encode(text)
-    session = Session("0", tuple(tokens), params, secrets.randbits(SEED_BITS) if seed is None else seed)
-    generation = Generation(models.tokenizer, session.seed, stop or ())
+    from services.local.generation import Generation
+
+    speculating = speculative == "on"
+    if endpoint:
+        from services.cli.endpoint import generated, tokenizer_of
+
+        tokenizer = tokenizer_of(model)
+        prompt_ids = _prompt(tokenizer, text, chat)
+        call = Call(uuid.uuid4().hex, prompt_ids, (), params, speculating, draft, want_trees=True)
+        used, steps = generated(endpoint, call, tls)
+    else:
+        from services.local.models import load
+
+        models = load(model, speculative_model, speculative=speculating, device=device, dtype=dtype)
+        tokenizer, used = models.tokenizer, secrets.randbits(SEED_BITS) if seed is None else seed
+        steps = models.decode(Session("0", _prompt(tokenizer, text, chat), params, used), draft)
+    generation = Generation(tokenizer, used, stop or ())
     console = Console(highlight=False)
-    for step in models.decode(session, draft):
+    for step in steps:
         fresh = generation.add(step)
         if show_tree and step.tree:
             title = f"round {generation.rounds}, τ {figure(generation.tau)}"
-            console.print(draw_round(step.tree, step.outcome, title, models.text_of))
+            console.print(draw_round(step.tree, step.outcome, title, tokenizer.text_of))
         elif not (show_tree or as_json):
             typer.echo(fresh, nl=False)
         if generation.finish:
@@ -134,6 +154,10 @@ def generate(
 def figure(tau: float | None) -> str:
     """τ as it is shown; a dash when no round had a tree."""
     return "–" if tau is None else f"{tau:.2f}"
+
+
+def _prompt(tokenizer: "Tokenizer", text: str, chat: bool) -> tuple[int, ...]:
+    return tuple(tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
 
 
 def _logit_bias(entries: Sequence[str]) -> dict[int, float]:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from services.engine.attention import Batch, Segment, causal_segment
 from services.engine.head import EagleHead
-from services.engine.pages import PagePool
-from services.speculation.growth import Candidates, Choose, flatten, grow, most_likely, rerank
+from services.engine.pages import PagePool, extend_keys
+from services.speculation.growth import Candidates, Choose, Plan, flatten, grow, most_likely, rerank
 from services.speculation.shapes import plan_for
 from services.types.configuration import DraftConfig, TreeShape
-from services.types.errors import ErrorCode, WealdError
+from services.types.errors import ErrorCode, WealdError, invalid
 from services.types.tree import DraftTree
 
 EXTEND_CHUNK = 512
@@ -21,17 +21,39 @@ EXTEND_CHUNK = 512
 
 @dataclass(slots=True)
 class _Drafting:
-    pending: int
-    """The pending token, the root of the next tree."""
-    features: Tensor
-    """feature[i] of the entries to be extended, `[n, H]`."""
+    """One session. Intervals of its head entries, entry i pairing feature[i] with x[i+1]:
+
+    [0, entries)              true entries in the cache; full pages of them can be found and are never written
+    [entries, told)           features are here, the entries are still to be made
+    [told, len(tokens))       features have not come yet; a tree needs them
+    [entries, entries + s)    while a tree grows, its s scratch entries; the next true ones overwrite them
+    """
+
+    config: DraftConfig
+    plan: Plan
+    origin: bytes
+    """Digest of x[0], on which all entries depend: the root of the page keys."""
     tokens: list[int]
-    """x[i+1] of the entries to be extended, `[n]`."""
-    pages: list[int] = field(default_factory=list)
-    entries: int = 0
-    """True entries in the head's cache: i pairs feature[i] with x[i+1]. Scratch entries stand behind them."""
+    """x[i+1] of every entry; the last is the pending token, the root of the next tree."""
+    keys: list[bytes]
+    """Of the pages, as far as their tokens are known."""
+    pages: list[int]
+    entries: int
+    blocks: list[Tensor] = field(default_factory=list)
+    """Features of the positions [entries, told) in consecutive blocks `[n, H]`."""
     root: Tensor | None = None
-    """The feature predicted for the pending token's position, `[H]`."""
+    """The feature predicted by the last true entry, for the pending token's position, `[H]`."""
+    retired: bool = False
+
+    @property
+    def told(self) -> int:
+        """Positions whose features have come, from 0 on."""
+        return self.entries + sum(map(len, self.blocks))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the features below the pending token's position, and no others, have come."""
+        return not self.retired and 0 < len(self.tokens) == self.told
 
 
 class Drafter:
@@ -49,61 +71,107 @@ class Drafter:
         """Draft with `head`; `choose` proposes the children of a node (the sampled reference replaces it)."""
         self.head = head
         self.config = config
-        self._plan = plan_for(config)
+        self.tokens_forwarded = 0
+        """True entries that went through the head; those found in the cache did not."""
         self._choose = choose
-        self._pool = PagePool(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size)
         self._cache = head.new_cache(num_pages, page_size)
         self._sessions: dict[str, _Drafting] = {}
 
-    def open(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Begin a session.
+    def open(self, id: str, tokens: Sequence[int], config: DraftConfig | None = None) -> int:
+        """Begin a session; true entries of the same tokens are taken from the cache as far as it has them.
 
         Args:
             id: the session's id.
-            tokens: committed tokens `x[0..L]`, the pending one last.
-            features: of the positions below it, `[L, H]`.
+            tokens: committed tokens `x[0..L]`, the prompt first.
+            config: the trees of this session; None for the drafter's own.
+
+        Returns:
+            The first position whose feature is needed; `advance` tells it and those behind it. It is at most
+            L - 1: the last entry is always made anew, as its output is where a tree begins.
 
         Raises:
-            WealdError: `ALREADY_EXISTS`.
+            WealdError: `ALREADY_EXISTS`, `INVALID_ARGUMENT` without a token.
         """
         if id in self._sessions:
             raise WealdError(ErrorCode.ALREADY_EXISTS, f"session {id} is already open")
-        self._sessions[id] = _Drafting(tokens[-1], features, list(tokens[1:]))
+        if not tokens:
+            raise invalid(f"session {id} has no tokens; give at least one")
+        first, *rest = tokens
+        size = self.pool.page_size
+        origin: list[bytes] = []
+        extend_keys(origin, [first], 1)
+        keys: list[bytes] = []
+        extend_keys(keys, rest, size, origin[0])
+        pages = self.pool.match(keys[: max(0, len(rest) - 1) // size])
+        config = config or self.config
+        entries = len(pages) * size
+        self._sessions[id] = _Drafting(config, plan_for(config), origin[0], rest, keys, pages, entries)
+        return entries
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Tell what a round committed: its tokens, and the features of root and accepted nodes, `[n, H]`.
+        """Tell what has become known of a session, in any portions, each in order.
+
+        Args:
+            id: the session's id.
+            tokens: committed since the last call, `[t]`; the last becomes the pending token.
+            features: of the positions behind those told before, `[n, H]`.
 
         Raises:
             WealdError: `UNKNOWN_SESSION`.
         """
         state = self._session(id)
-        state.pending = tokens[-1]
-        state.tokens.extend(tokens)
-        state.features = torch.cat([state.features, features])
+        if not state.retired:
+            state.tokens.extend(tokens)
+            if len(features):
+                state.blocks.append(features)
+
+    def ready(self, id: str) -> bool:
+        """Whether a tree can be drafted: the features of all positions below the pending token have come.
+
+        Raises:
+            WealdError: `UNKNOWN_SESSION`.
+        """
+        return self._session(id).ready
 
     @torch.inference_mode()
     def propose(self, ids: Sequence[str]) -> list[DraftTree]:
         """One draft tree for each session: extend, grow, rerank.
 
         Raises:
-            WealdError: `UNKNOWN_SESSION`, `RESOURCE_EXHAUSTED` when too few pages are free.
+            WealdError: before anything is computed, `UNKNOWN_SESSION`, `INVALID_ARGUMENT` for a session that
+                is not ready; `RESOURCE_EXHAUSTED` when too few pages are free.
         """
-        sessions = [self._session(id) for id in ids]
-        if not sessions:
-            return []
-        while waiting := [state for state in sessions if state.tokens]:
+        sessions = {id: self._ready(id) for id in ids}
+        while waiting := [state for state in sessions.values() if state.entries < len(state.tokens)]:
             self._extend(waiting)
-        candidates = self._grow(sessions)
-        return flatten(candidates, self._rerank(candidates), [state.pending for state in sessions])
+        alike: dict[DraftConfig, list[str]] = {}
+        for id, state in sessions.items():
+            alike.setdefault(state.config, []).append(id)
+        trees: dict[str, DraftTree] = {}
+        for members in alike.values():
+            trees.update(zip(members, self._grow([sessions[id] for id in members]), strict=True))
+        return [trees[id] for id in ids]
+
+    def retire(self, id: str) -> None:
+        """Free the pages and features of a session for good; it stays open, but never becomes ready again.
+
+        Raises:
+            WealdError: `UNKNOWN_SESSION`.
+        """
+        state = self._session(id)
+        state.retired = True
+        state.blocks.clear()
+        self.pool.release(state.pages)
 
     def close(self, id: str) -> None:
         """End a session and free its pages; closing one that has ended is no error."""
         if state := self._sessions.pop(id, None):
-            self._pool.release(state.pages)
+            self.pool.release(state.pages)
 
     def check(self) -> None:
-        """Verify that every page is free or owned by exactly one session; `WealdError(INTERNAL)` if not."""
-        self._pool.check(state.pages for state in self._sessions.values())
+        """Verify that every page is accounted for (`PagePool.check`); `WealdError(INTERNAL)` if not."""
+        self.pool.check(state.pages for state in self._sessions.values())
 
     def _session(self, id: str) -> _Drafting:
         state = self._sessions.get(id)
@@ -111,16 +179,28 @@ class Drafter:
             raise WealdError(ErrorCode.UNKNOWN_SESSION, f"session {id} is not open; open it first")
         return state
 
+    def _ready(self, id: str) -> _Drafting:
+        state = self._session(id)
+        if state.retired:
+            raise invalid(f"session {id} has been retired; go on by plain steps")
+        if not state.ready:
+            raise invalid(
+                f"session {id} has features of {state.told} positions and {len(state.tokens)} below its "
+                "pending token; propose when they are as many, and at least one"
+            )
+        return state
+
     def _extend(self, waiting: Sequence[_Drafting]) -> None:
         """Append true entries for positions committed since the last round, a chunk of each session."""
         segments, tokens, features = [], [], []
         for state in waiting:
-            count = min(EXTEND_CHUNK, len(state.tokens))
-            end = state.entries + count
-            self._pool.grow(state.pages, end)
-            segments.append(causal_segment(self._cache.slots(state.pages, 0, end), count))
-            tokens += state.tokens[:count]
-            features.append(state.features[:count])
+            if len(state.blocks) > 1:
+                state.blocks = [torch.cat(state.blocks)]
+            end = min(state.entries + EXTEND_CHUNK, len(state.tokens))
+            count = end - state.entries
+            segments.append(causal_segment(self._reserve(state, state.entries, end), count))
+            tokens += state.tokens[state.entries : end]
+            features.append(state.blocks[0][:count])
         predicted = self.forward(
             torch.cat(features), torch.tensor(tokens, device=features[0].device), segments
         )
@@ -129,21 +209,27 @@ class Drafter:
         for state, segment in zip(waiting, segments, strict=True):
             last += segment.rows
             state.root = predicted[last]
-            state.entries += segment.rows
-            state.tokens = state.tokens[segment.rows :]
-            state.features = state.features[segment.rows :]
+            self._extended(state, segment.rows)
+        self.tokens_forwarded += len(tokens)
 
-    def _grow(self, sessions: Sequence[_Drafting]) -> Candidates:
+    def _extended(self, state: _Drafting, count: int) -> None:
+        """Account for `count` new true entries; pages that they filled can be found from now on."""
+        left = state.blocks[0][count:]
+        state.blocks = [left] if len(left) else []
+        size, before = self.pool.page_size, state.entries
+        state.entries += count
+        extend_keys(state.keys, state.tokens, size, state.origin)
+        for page in range(before // size, state.entries // size):
+            self.pool.register(state.pages[page], state.keys[page])
+
+    def _grow(self, sessions: Sequence[_Drafting]) -> list[DraftTree]:
+        """Grow and rerank the trees of sessions of one configuration."""
+        config, plan = sessions[0].config, sessions[0].plan
         roots = torch.stack([state.root for state in sessions if state.root is not None])
         scratch = _Scratch(self, sessions, roots)
         first = self.head.log_probs(roots)
-        return grow(first, scratch.expand, self._plan, self.head.vocabulary, self._choose)
-
-    def _rerank(self, candidates: Candidates) -> Tensor:
-        if self.config.shape is TreeShape.DYNAMIC:
-            return rerank(candidates, self.config.budget - 1)
-        everything = torch.arange(candidates.tokens.shape[1], device=candidates.tokens.device)
-        return everything.expand(len(candidates.tokens), -1)
+        candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose)
+        return flatten(candidates, _rerank(candidates, config), [state.tokens[-1] for state in sessions])
 
     def forward(self, features: Tensor, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One head pass over flat rows `[N, H]`, `[N]`: the predicted features `[N, H]`."""
@@ -151,11 +237,26 @@ class Drafter:
         predicted: Tensor = self.head(features[None], tokens[None], batch.positions[None], batch)[0]
         return predicted
 
-    def scratch(self, state: _Drafting, entries: int) -> Tensor:
-        """Slots of a session's true entries and of so many scratch entries behind them."""
-        end = state.entries + entries
-        self._pool.grow(state.pages, end)
+    def scratch(self, state: _Drafting, written: int, entries: int) -> Tensor:
+        """Slots of a session's true entries and of so many scratch entries behind them.
+
+        The first `written` scratch entries are there already, the others are about to be written.
+        """
+        return self._reserve(state, state.entries + written, state.entries + entries)
+
+    def _reserve(self, state: _Drafting, start: int, end: int) -> Tensor:
+        """Slots of a session's entries below `end`; those from `start` on are about to be written."""
+        self.pool.grow(state.pages, end)
+        size = self.pool.page_size
+        self.pool.require_sole(state.pages[start // size : -(-end // size)])
         return self._cache.slots(state.pages, 0, end)
+
+
+def _rerank(candidates: Candidates, config: DraftConfig) -> Tensor:
+    if config.shape is TreeShape.DYNAMIC:
+        return rerank(candidates, config.budget - 1)
+    everything = torch.arange(candidates.tokens.shape[1], device=candidates.tokens.device)
+    return everything.expand(len(candidates.tokens), -1)
 
 
 class _Scratch:
@@ -171,7 +272,8 @@ class _Scratch:
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """One head pass over the frontier of all sessions: `Expand` of growth."""
         drafter, (sessions, rows) = self._drafter, tokens.shape
-        depth = 0 if not len(self._depths) else int(self._depths[-1]) + 1
+        written = len(self._depths)
+        depth = 0 if not written else int(self._depths[-1]) + 1
         self._depths = torch.cat([self._depths, self._depths.new_full((rows,), depth)])
         each = torch.arange(sessions, device=tokens.device)[:, None]
         itself = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
@@ -179,7 +281,7 @@ class _Scratch:
         features = self._predicted[each, parents]
         segments = []
         for state, visible in zip(self._sessions, self._visible, strict=True):
-            slots = drafter.scratch(state, len(self._depths))
+            slots = drafter.scratch(state, written, len(self._depths))
             segments.append(Segment(slots, self._depths + state.entries, visible))
         predicted = drafter.forward(features.flatten(0, 1), tokens.flatten(), segments)
         self._predicted = predicted.view(sessions, rows, -1)

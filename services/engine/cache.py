@@ -1,7 +1,14 @@
 """Paged storage of keys, values and features."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from services.types.errors import ErrorCode, WealdError
+
+if TYPE_CHECKING:
+    from services.engine.ranks import Op, Ranks
 
 
 class PagedCache:
@@ -13,6 +20,9 @@ class PagedCache:
         [0, L)            committed: keys, values and features of the target's own text
         [L, L + n)        the tree in node order, written by the target step
         [L, L + a + 1)    after `move`: the root and the a accepted nodes; the rest is overwritten next round
+
+    Of tensor-parallel ranks each holds some key-value heads and its columns of the feature plane. What rank 0
+    does by `move` and `features`, the others do by following.
     """
 
     def __init__(
@@ -26,11 +36,31 @@ class PagedCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: "Ranks | None" = None,
     ) -> None:
+        """Allocate all slots, zeroed.
+
+        Args:
+            layers: of the model.
+            kv_heads: key-value heads of this rank.
+            head_dim: of one key or value.
+            feature_size: width of a whole feature.
+            num_pages: pages.
+            page_size: slots of a page.
+            dtype: of all planes.
+            device: of all planes.
+            ranks: those that share the cache; the one they shared before is no longer theirs.
+        """
         self.page_size = page_size
+        self._ranks = ranks
+        self._columns = slice(0, feature_size)
+        if ranks is not None:
+            self._columns = ranks.share(feature_size)
+            ranks.cache = self
         slots = num_pages * page_size
         self._kv = torch.zeros(layers, 2, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self._features = torch.zeros(slots, feature_size, dtype=dtype, device=device)
+        columns = self._columns.stop - self._columns.start
+        self._features = torch.zeros(slots, columns, dtype=dtype, device=device)
         self._offsets = torch.arange(page_size, device=device)
 
     def slots(self, table: list[int], start: int, end: int) -> Tensor:
@@ -53,14 +83,39 @@ class PagedCache:
         return keys.index_select(0, slots), values.index_select(0, slots)
 
     def write_features(self, slots: Tensor, features: Tensor) -> None:
-        """Store features `[N, feature_size]`."""
-        self._features.index_copy_(0, slots, features)
+        """Store features `[N, feature_size]`, whole on every rank."""
+        self._features.index_copy_(0, slots, features[:, self._columns])
 
     def features(self, slots: Tensor) -> Tensor:
-        """A copy of the features at `slots`, `[N, feature_size]`."""
-        return self._features.index_select(0, slots)
+        """A copy of the features at `slots`, `[N, feature_size]`, gathered from all ranks.
+
+        Raises:
+            WealdError: `UNAVAILABLE` when a rank is gone.
+        """
+        self.tell("features", slots)
+        own = self._features.index_select(0, slots)
+        return own if self._ranks is None else self._ranks.gather(own)
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy all planes from slots to slots; every source is read before any destination is written."""
+        """Copy all planes from slots to slots; every source is read before any destination is written.
+
+        Raises:
+            WealdError: `UNAVAILABLE` when a rank is gone.
+        """
+        self.tell("move", sources, destinations)
         self._kv.index_copy_(2, destinations, self._kv.index_select(2, sources))
         self._features.index_copy_(0, destinations, self._features.index_select(0, sources))
+
+    def tell(self, op: "Op", *columns: Tensor) -> None:
+        """Tell the other ranks, if any, what is about to be done with this cache.
+
+        Raises:
+            WealdError: `INTERNAL` when the ranks share a later cache; `UNAVAILABLE` when one is gone.
+        """
+        if self._ranks is None:
+            return
+        if self._ranks.cache is not self:
+            raise WealdError(
+                ErrorCode.INTERNAL, "the ranks share one cache, and this is not the last one made"
+            )
+        self._ranks.tell(op, *columns)

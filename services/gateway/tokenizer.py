@@ -80,6 +80,10 @@ class Tokenizer:
         """The text of `token_ids`; ids outside the vocabulary have none."""
         return self._core.decode(token_ids, skip_special_tokens=skip_special)
 
+    def text_of(self, token_id: int) -> str:
+        """The text of one token, special ones included."""
+        return self.decode([token_id], skip_special=False)
+
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` makes anything of the token."""
         return token_id not in self.special_ids and bool(self._core.id_to_token(token_id))

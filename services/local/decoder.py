@@ -16,14 +16,14 @@ from services.verify.verifier import Verified, Verifier
 class TreeSource(Protocol):
     """What proposes trees: a drafter, or a stand-in that knows more."""
 
-    def open(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Begin a session with its committed tokens and the features below the pending one."""
-
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
-        """One tree for each session."""
+    def open(self, id: str, tokens: Sequence[int]) -> int:
+        """Begin a session with its committed tokens; the first position whose feature is needed."""
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        """Tell what a round committed."""
+        """Tell tokens that were committed since, and the features of further positions."""
+
+    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+        """One tree for each session, when all features below its pending token are there."""
 
     def close(self, id: str) -> None:
         """End a session."""
@@ -60,9 +60,11 @@ def decode(verifier: Verifier, drafter: TreeSource | None, sessions: Sequence[Se
             yield Step(session.id, None, first.outcome, 0.0, time.perf_counter() - started)
             if first.outcome.finish:
                 continue
+            known = (*session.tokens, *first.outcome.tokens)
+            needed = drafter.open(session.id, known) if drafter else 0
+            pending[session.id] = known[-1]
             if drafter:
-                drafter.open(session.id, (*session.prompt, *first.outcome.tokens), first.features)
-            pending[session.id] = first.outcome.tokens[-1]
+                drafter.advance(session.id, (), first.features[needed:])
         while pending:
             started = time.perf_counter()
             trees = _propose(drafter, pending)

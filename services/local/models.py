@@ -40,10 +40,6 @@ class Models:
         """Token ids of a conversation that a user's message begins, up to where the answer begins."""
         return self.tokenizer.chat([{"role": "user", "content": message}])
 
-    def text_of(self, token: int) -> str:
-        """The text of one token, special ones included."""
-        return self.tokenizer.decode([token], skip_special=False)
-
     def decode(self, session: Session, config: DraftConfig | None) -> Iterator[Step]:
         """Decode one session in this process, with as many pages as it can need.
 
@@ -80,7 +76,7 @@ def load(model: str, head: str | None, *, speculative: bool, device: str, dtype:
     """
     placed = usable_device(device)
     exact = precision(dtype, placed)
-    drafting = head or _packaged_head(model) if speculative else None
+    drafting = head_of(model, head) if speculative else None
     waiting = Console(file=sys.stderr).status(f"Loading {model}")
     # The conversion of GGUF files reports its progress whatever transformers was told.
     with quiet(), waiting, contextlib.redirect_stderr(io.StringIO()):
@@ -136,7 +132,14 @@ def precision(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _packaged_head(model: str) -> str:
+def head_of(model: str, head: str | None) -> str:
+    """The head named, or else the one packaged with the model.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when there is none.
+    """
+    if head:
+        return head
     directory = PACKAGED_HEADS / model
     if model not in PACKAGED or not directory.is_dir():
         raise invalid(

@@ -39,7 +39,8 @@ def decode_sampled(
     result = verifier.open(session)
     try:
         yield Step(session.id, None, result.outcome, 0.0, time.perf_counter() - started)
-        drafter.open(session.id, (*session.prompt, *result.outcome.tokens), result.features)
+        needed = drafter.open(session.id, (*session.tokens, *result.outcome.tokens))
+        drafter.advance(session.id, (), result.features[needed:])
         while result.outcome.finish is None:
             started = time.perf_counter()
             (tree,) = drafter.propose([session.id])

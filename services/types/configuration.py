@@ -40,3 +40,33 @@ class DraftConfig:
             raise invalid(f"the beam must be at least 1, got {self.beam}")
         if not 1 <= self.budget <= MAX_NODES:
             raise invalid(f"the tree budget must be in [1, {MAX_NODES}], got {self.budget}")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyLimits:
+    """What a verify replica takes on at once.
+
+    Raises `WealdError(INVALID_ARGUMENT)` on construction when a limit is out of range.
+    """
+
+    max_num_batched_tokens: int = 2048
+    """Tokens of one target step: tree nodes and prefill chunks of all sessions."""
+    max_num_seqs: int = 64
+    """Sessions that run at once; further ones wait."""
+    max_waiting: int = 256
+    """Sessions that wait at most; further ones are refused with a hint when to retry."""
+    expiry_s: float = 30.0
+    """Seconds after which the sessions of a vanished drafter are dropped."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise invalid(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise invalid(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running session has a token in a step"
+            )
+        if self.max_waiting < 0:
+            raise invalid(f"max_waiting must not be negative, got {self.max_waiting}")
+        if self.expiry_s <= 0:
+            raise invalid(f"the expiry must be above 0 seconds, got {self.expiry_s}")

@@ -14,23 +14,35 @@ class ErrorCode(StrEnum):
     """No session of that id is open here."""
     ALREADY_EXISTS = "already_exists"
     """A session of that id is already open here."""
+    STALE_EPOCH = "stale_epoch"
+    """The session was taken over with a higher epoch."""
     RESOURCE_EXHAUSTED = "resource_exhausted"
     """Pages or places are used up; the same request can succeed later."""
     INCOMPATIBLE_CHECKPOINT = "incompatible_checkpoint"
     """A checkpoint is missing, malformed, or does not fit the other model."""
     UNSUPPORTED_MODEL = "unsupported_model"
     """The model's architecture cannot run on paged tree attention."""
+    UNAVAILABLE = "unavailable"
+    """The service cannot be reached or is going away; another replica can serve the request."""
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    """The answer did not come in time."""
+    CANCELLED = "cancelled"
+    """The caller gave up."""
     INTERNAL = "internal"
     """An invariant broke; the fault is ours."""
 
 
 class WealdError(Exception):
-    """An error with a code from the catalogue and a sentence that tells the user what to do."""
+    """An error with a code from the catalogue and a sentence that tells the user what to do.
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    `retry_after_s`: seconds after which the same request may succeed; None when that is not known, or never.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 def invalid(message: str) -> WealdError:

@@ -1,10 +1,13 @@
-"""What draft and verify service say to each other, as plain values; `services.wire` turns them into protobuf."""
+"""What the services say to each other, as plain values; `services.wire` turns them into protobuf."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.types.configuration import DraftConfig
 from services.types.errors import WealdError
 from services.types.outcome import Outcome
-from services.types.session import Session
+from services.types.sampling import SamplingParams
+from services.types.session import FinishReason, Session
 from services.types.tree import DraftTree
 
 
@@ -140,3 +143,112 @@ class Failure:
 
 
 Response = Features | Replies | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a draft service is asked to generate: a new session, or the rest of one served elsewhere."""
+
+    session: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    """Tokens delivered so far; the generation goes on behind them."""
+    params: SamplingParams
+    """Without a seed the service draws one."""
+    speculative: bool = True
+    draft: DraftConfig | None = None
+    """Sizes of the trees; None: the service's own."""
+    want_trees: bool = False
+    """Whether every `Round` brings its tree."""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of a generation."""
+
+    session: str
+    seed: int
+    """The seed in use; a resumption must name it."""
+    cached_tokens: int
+    """Prompt tokens whose keys and values the draft service had already."""
+    verifier: str
+    """host:port of the verify replica that serves the session at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one target step committed; one event of a generation."""
+
+    position: int
+    """Absolute position of the first token committed."""
+    tokens: tuple[int, ...]
+    """The accepted path, then the bonus token, cut at the finish."""
+    drafted: int
+    """Nodes of the tree proposed, root included; 0 for a plain step without one."""
+    verified: int
+    """Nodes that stood in the target step, root included."""
+    draft_ns: int
+    """Of extending, growing and reranking; 0 without a tree."""
+    verify_ns: int
+    """From the sending of the tree, or from the last reply, to the arrival of this round's."""
+    tree: DraftTree | None = None
+    """The tree proposed, if the call wants trees."""
+    accepted: tuple[int, ...] = ()
+    """Indices of the accepted nodes in the tree proposed; parallel to the first tokens."""
+    finish: FinishReason | None = None
+    """Set by the round that ended the session: its last token is an end token, or the last one allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a generation; tokens are those of the session's whole life."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values were cached when the session started here."""
+
+
+Event = Started | Round | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStatus:
+    """What a verify replica is and does."""
+
+    model: str
+    fingerprint: bytes
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    max_num_seqs: int
+    """Sessions in one target step at most."""
+    max_num_batched_tokens: int
+    """Tokens in one target step at most."""
+    max_model_len: int
+    """Tokens of one session at most."""
+    page_size: int
+    num_pages: int
+    load: Load
+    counters: Mapping[str, int]
+    """What has been counted since the replica started, by name of the metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStatus:
+    """What a draft replica is and does."""
+
+    model: str
+    fingerprint: bytes
+    dtype: str
+    device: str
+    running: int
+    """Sessions being generated."""
+    num_pages: int
+    free_pages: int
+    verifiers: Mapping[str, bool]
+    """Whether a verify replica is connected, by host:port."""
+    counters: Mapping[str, int]
+    """What has been counted since the replica started, by name of the metric."""

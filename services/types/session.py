@@ -23,3 +23,10 @@ class Session:
     params: SamplingParams
     seed: int
     """The seed actually used: the request's, or a random one."""
+    output: tuple[int, ...] = ()
+    """Tokens committed before the session was opened here; it goes on behind them."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        return self.prompt + self.output

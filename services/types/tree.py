@@ -105,3 +105,13 @@ class DraftTree:
             return self
         n = sum(d <= depth for d in self.depths)
         return DraftTree(self.tokens[:n], self.parents[:n], self.confidences[:n])
+
+    def keep(self, nodes: Sequence[int]) -> "DraftTree":
+        """The tree of the given nodes only: ascending indices, 0 first, each with its parent."""
+        if len(nodes) == len(self):
+            return self
+        index = {node: i for i, node in enumerate(nodes)}
+        parents = (-1, *(index[self.parents[node]] for node in nodes[1:]))
+        return DraftTree(
+            tuple(self.tokens[n] for n in nodes), parents, tuple(self.confidences[n] for n in nodes)
+        )

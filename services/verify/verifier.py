@@ -1,24 +1,26 @@
 """The verifier: runs the target over draft trees and commits what the target itself would have said."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from services.engine.attention import Batch, causal_segment, tree_segment
-from services.engine.pages import PagePool
+from services.engine.attention import Batch, Segment, causal_segment, tree_segment
+from services.engine.pages import PagePool, extend_keys
 from services.engine.target import Target
 from services.speculation.acceptance import Walk, walk
 from services.speculation.sampling import Context, draw
 from services.speculation.stopping import cut, end_tokens
 from services.types.errors import ErrorCode, WealdError, invalid
+from services.types.messages import StepTimings
 from services.types.outcome import Outcome
 from services.types.session import FinishReason, Session
 from services.types.tree import MAX_NODES, DraftTree
 
 PREFILL_CHUNK = 512
-"""Prompt tokens that enter one target step."""
+"""Prompt tokens that enter one target step of `Verifier.open`."""
 
 LookUp = Callable[[list[tuple[int, int]]], tuple[Tensor, list[Context]]]
 """(tree index, node) pairs → raw logits after each node `[R, V]`, and what precedes the token drawn."""
@@ -37,194 +39,358 @@ class Verified:
 
     outcome: Outcome
     features: Tensor
-    """`[n, H]`: after `open` one for each prompt token; after a round, of the root and the accepted nodes."""
+    """`[n, H]`: after `open` one for each prompt token; after a round, of the root and the accepted nodes.
+    None of them once the session has finished: it needs no further tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What one target step committed, and where its time went."""
+
+    outcomes: dict[str, Outcome]
+    """Of the sessions that drew a token; those still in their prefill are not among them."""
+    timings: StepTimings
 
 
 @dataclass(slots=True)
 class _Running:
+    """One session. Keys, values and features exist for the first `computed` of its tokens."""
+
     session: Session
     ends: frozenset[int]
     limit: int
     """Output tokens allowed by `max_tokens` and by the context length."""
-    output: list[int] = field(default_factory=list)
+    tokens: list[int]
+    """Prompt and output; the last is the pending one once all before it are computed."""
+    computed: int = 0
     pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    """Content hashes of the full pages of computed tokens."""
 
     @property
     def pending(self) -> int:
-        """Position of the pending token: keys, values and features exist below it."""
-        return len(self.session.prompt) + len(self.output) - 1
+        """Position of the pending token."""
+        return len(self.tokens) - 1
 
     @property
     def room(self) -> int:
-        return self.limit - len(self.output)
+        return self.limit - (len(self.tokens) - len(self.session.prompt))
 
     def context(self, path: Sequence[int] = ()) -> Context:
         session = self.session
-        return Context(session.params, session.seed, session.prompt, [*self.output, *path], self.ends)
+        output = self.tokens[len(session.prompt) :]
+        return Context(session.params, session.seed, session.prompt, [*output, *path], self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One session's part of a step."""
+
+    running: _Running
+    segment: Segment
+    tokens: Sequence[int]
+    tree: DraftTree | None
+    """What is walked; None for a chunk that ends inside the prompt, and draws nothing."""
 
 
 class Verifier:
     """Owns the target's pages and the committed tokens of every open session."""
 
-    def __init__(self, target: Target, *, num_pages: int, page_size: int = 16) -> None:
+    def __init__(
+        self, target: Target, *, num_pages: int, page_size: int = 16, max_model_len: int | None = None
+    ) -> None:
         self.target = target
-        self._pool = PagePool(num_pages, page_size)
+        self.max_model_len = min(max_model_len or target.context_length, target.context_length)
+        self.tokens_forwarded = 0
+        """Tokens that entered a target step, tree nodes included."""
+        self.tokens_prefilled = 0
+        """Of these, tokens of prefill chunks."""
+        self.pool = PagePool(num_pages, page_size)
         self._cache = target.new_cache(num_pages, page_size)
         self._sessions: dict[str, _Running] = {}
 
-    @torch.inference_mode()
-    def open(self, session: Session) -> Verified:
-        """Prefill the prompt and draw the first token.
+    def admit(self, session: Session) -> Outcome | None:
+        """Take a session in, without pages; `place` and `step` do the work.
+
+        Returns:
+            The finish, when there is nothing to generate: the session is then not open.
 
         Raises:
             WealdError: `ALREADY_EXISTS`, `INVALID_ARGUMENT` for tokens the target does not know,
-                `CONTEXT_LENGTH_EXCEEDED`, `RESOURCE_EXHAUSTED` when too few pages are free.
+                `CONTEXT_LENGTH_EXCEEDED`.
         """
-        self._admit(session)
+        self._check(session)
         running = _Running(
             session,
             end_tokens(session.params, self.target.eos_token_ids),
-            min(session.params.max_tokens, self.target.context_length - len(session.prompt)),
+            min(session.params.max_tokens, self.max_model_len - len(session.prompt)),
+            list(session.tokens),
         )
-        if running.limit == 0:
-            outcome = Outcome((), (), 0, FinishReason.LENGTH)
-            return Verified(outcome, self._cache.features(self._cache.slots([], 0, 0)))
-        self._pool.grow(running.pages, len(session.prompt))
+        if running.room <= 0:
+            return Outcome((), (), 0, FinishReason.LENGTH)
         self._sessions[session.id] = running
-        try:
-            logits = self._prefill(running)
-        except BaseException:
-            self.close(session.id)
-            raise
-        drawn = tuple(draw(logits, [running.context()]))
-        tokens, finish = cut(drawn, running.room, running.ends)
-        slots = self._cache.slots(running.pages, 0, len(session.prompt))
-        verified = Verified(Outcome(tokens, (), 0, finish), self._cache.features(slots))
-        self._commit(running, verified.outcome)
-        return verified
+        return None
+
+    def place(self, id: str) -> int:
+        """Give a session without pages the cached pages of its prefix; tokens still to be computed.
+
+        At least its newest token is computed anew, since the next one is drawn from its logits; hence every
+        page that is written later has one owner.
+        """
+        running = self._session(id)
+        keys: list[bytes] = []
+        extend_keys(keys, running.tokens[: running.pending], self.pool.page_size)
+        running.pages = self.pool.match(keys)
+        running.keys = keys[: len(running.pages)]
+        running.computed = len(running.pages) * self.pool.page_size
+        return self.lacking(id)
+
+    def lacking(self, id: str) -> int:
+        """Tokens of a session that are not computed yet; 1 when only the pending one is missing."""
+        running = self._session(id)
+        return len(running.tokens) - running.computed
+
+    def computed(self, id: str) -> int:
+        """Positions of a session whose keys, values and features exist."""
+        return self._session(id).computed
+
+    def pending(self, id: str) -> tuple[int, int]:
+        """Position and token of the pending token."""
+        running = self._session(id)
+        return running.pending, running.tokens[-1]
+
+    def room(self, id: str) -> int:
+        """Output tokens a session may still generate."""
+        return self._session(id).room
+
+    def pages_missing(self, id: str, rows: int) -> int:
+        """Pages a session has to be given before so many rows behind its computed tokens can be written."""
+        running = self._session(id)
+        return max(0, -(-(running.computed + rows) // self.pool.page_size) - len(running.pages))
+
+    def rows_within(self, id: str, pages: int) -> int:
+        """Rows that can be written behind a session's computed tokens when it is given so many pages."""
+        running = self._session(id)
+        return (len(running.pages) + pages) * self.pool.page_size - running.computed
 
     @torch.inference_mode()
-    def verify(self, trees: Mapping[str, DraftTree], rule: Rule = seeded_walk) -> dict[str, Verified]:
-        """One round for every session named: forest, target step, walk, commit.
+    def step(
+        self,
+        trees: Mapping[str, DraftTree],
+        chunks: Mapping[str, int] | None = None,
+        rule: Rule = seeded_walk,
+    ) -> Stepped:
+        """One target step: forest and prefill chunks, walk, commit.
 
-        A tree of one node is a plain step. Nodes deeper than a session can still use are left out. `rule`
-        says which path is accepted; only the in-process reference of the p/q rule replaces it.
+        A tree of one node is a plain step. Nodes deeper than a session can still use are left out. A chunk is
+        so many further tokens of a session that lacks more than its pending one; the chunk that reaches the
+        newest token draws the next, as a plain step does. `rule` says which path is accepted; only the
+        in-process reference of the p/q rule replaces it.
 
         Raises:
             WealdError: before anything is computed, `UNKNOWN_SESSION`, `INVALID_ARGUMENT` for a tree whose
                 root is not pending or whose tokens the target does not know, `RESOURCE_EXHAUSTED` when too
                 few pages are free.
         """
-        if not trees:
+        started = time.perf_counter_ns()
+        expected = [(self._expecting(id, tree), tree) for id, tree in trees.items()]
+        rows = [self._tree_row(running, tree.cut(running.room - 1)) for running, tree in expected]
+        rows += [self._chunk_row(self._session(id), count) for id, count in (chunks or {}).items()]
+        if not rows:
+            return Stepped({}, StepTimings())
+        logits = self._forward(rows)
+        forwarded = time.perf_counter_ns()
+        drawing = [row for row in rows if row.tree]
+        forest = [row.tree for row in drawing if row.tree]
+        walks = rule(forest, self._look_up(drawing, logits))
+        accepted = time.perf_counter_ns()
+        outcomes = [self._outcome(row, walk) for row, walk in zip(drawing, walks, strict=True)]
+        self._compact(drawing, outcomes)
+        for row in rows:
+            row.running.computed += row.segment.rows if row.tree is None else 0
+        for row, outcome in zip(drawing, outcomes, strict=True):
+            running = row.running
+            running.computed = running.pending + 1 + len(outcome.accepted)
+            running.tokens.extend(outcome.tokens)
+        for row in rows:
+            self._register(row.running)
+        done = {row.running.session.id: o for row, o in zip(drawing, outcomes, strict=True)}
+        for id, outcome in done.items():
+            if outcome.finish:
+                self.close(id)
+        committed = time.perf_counter_ns()
+        return Stepped(
+            done,
+            StepTimings(0, forwarded - started, accepted - forwarded, committed - accepted),
+        )
+
+    @torch.inference_mode()
+    def features(self, spans: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+        """Features `[end - start, H]` of the positions [start, end) of each session, all computed."""
+        slots = [self._cache.slots(self._session(id).pages, *span) for id, span in spans.items()]
+        if not slots:
             return {}
-        running = [self._expecting(id, tree) for id, tree in trees.items()]
-        forest = [tree.cut(r.room - 1) for r, tree in zip(running, trees.values(), strict=True)]
-        slots = [self._reserve(r, len(tree)) for r, tree in zip(running, forest, strict=True)]
-        logits = self._step(forest, slots)
-        walks = rule(forest, self._look_up(running, forest, logits))
-        outcomes = [self._outcome(r, t, w) for r, t, w in zip(running, forest, walks, strict=True)]
-        kept = self._compact(slots, outcomes)
-        features = torch.split(self._cache.features(torch.cat(kept)), [len(k) for k in kept])
-        for r, outcome in zip(running, outcomes, strict=True):
-            self._commit(r, outcome)
-        return {id: Verified(o, f) for id, o, f in zip(trees, outcomes, features, strict=True)}
+        rows = torch.split(self._cache.features(torch.cat(slots)), [len(s) for s in slots])
+        return dict(zip(spans, rows, strict=True))
+
+    def open(self, session: Session) -> Verified:
+        """Prefill a session on its own and draw its first token.
+
+        Raises:
+            WealdError: as `admit`, and `RESOURCE_EXHAUSTED` when too few pages are free.
+        """
+        if finished := self.admit(session):
+            return Verified(finished, self._no_features())
+        id = session.id
+        try:
+            lacking = self.place(id)
+            outcomes: dict[str, Outcome] = {}
+            while not outcomes:
+                count = min(lacking, PREFILL_CHUNK)
+                outcomes = self.step({}, {id: count}).outcomes
+                lacking -= count
+        except BaseException:
+            self.close(id)
+            raise
+        return self._verified(id, outcomes[id], 0)
+
+    def verify(self, trees: Mapping[str, DraftTree], rule: Rule = seeded_walk) -> dict[str, Verified]:
+        """One round of the sessions named, as `step`, and the features of what it committed."""
+        starts = {id: self.pending(id)[0] for id in trees}
+        outcomes = self.step(trees, rule=rule).outcomes
+        return {id: self._verified(id, outcome, starts[id]) for id, outcome in outcomes.items()}
+
+    def suspend(self, id: str) -> None:
+        """Take a session's pages away; it can be placed and computed again, with the same result."""
+        running = self._session(id)
+        self.pool.release(running.pages)
+        running.keys.clear()
+        running.computed = 0
 
     def close(self, id: str) -> None:
         """End a session and free its pages; closing one that has ended is no error."""
         if running := self._sessions.pop(id, None):
-            self._pool.release(running.pages)
+            self.pool.release(running.pages)
 
     def check(self) -> None:
-        """Verify that every page is free or owned by exactly one session; `WealdError(INTERNAL)` if not."""
-        self._pool.check(running.pages for running in self._sessions.values())
+        """Verify that every page is accounted for; `WealdError(INTERNAL)` if not."""
+        self.pool.check(running.pages for running in self._sessions.values())
 
-    def _admit(self, session: Session) -> None:
+    def _check(self, session: Session) -> None:
         if session.id in self._sessions:
             raise WealdError(ErrorCode.ALREADY_EXISTS, f"session {session.id} is already open")
         if not session.prompt:
             raise invalid("the prompt is empty; give at least one token")
-        named = (*session.prompt, *session.params.logit_bias, *session.params.stop_token_ids)
-        self._know(named)
-        if len(session.prompt) >= self.target.context_length:
+        self.know((*session.tokens, *session.params.logit_bias, *session.params.stop_token_ids))
+        if len(session.prompt) >= self.max_model_len:
             raise WealdError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"the prompt has {len(session.prompt)} tokens and the target's context is "
-                f"{self.target.context_length}; shorten the prompt to leave room for the answer",
+                f"{self.max_model_len}; shorten the prompt to leave room for the answer",
             )
 
-    def _know(self, tokens: Sequence[int]) -> None:
+    def know(self, tokens: Iterable[int]) -> None:
+        """Raise `WealdError(INVALID_ARGUMENT)` for a token the target's vocabulary does not have."""
         for token in tokens:
             if not 0 <= token < self.target.vocab_size:
                 raise invalid(f"token {token} is not in the target's vocabulary of {self.target.vocab_size}")
 
-    def _expecting(self, id: str, tree: DraftTree) -> _Running:
+    def _session(self, id: str) -> _Running:
         running = self._sessions.get(id)
         if running is None:
             raise WealdError(ErrorCode.UNKNOWN_SESSION, f"session {id} is not open; open it first")
-        if tree.tokens[0] != running.output[-1]:
-            raise invalid(
-                f"the tree's root is token {tree.tokens[0]}, the pending token of session {id} is "
-                f"{running.output[-1]}"
-            )
-        self._know(tree.tokens)
         return running
 
-    def _reserve(self, running: _Running, nodes: int) -> Tensor:
-        self._pool.grow(running.pages, running.pending + nodes)
-        return self._cache.slots(running.pages, 0, running.pending + nodes)
+    def _expecting(self, id: str, tree: DraftTree) -> _Running:
+        running = self._session(id)
+        if running.computed != running.pending:
+            raise invalid(f"session {id} is in its prefill; a tree has to wait until that has drawn a token")
+        if tree.tokens[0] != running.tokens[-1]:
+            raise invalid(
+                f"the tree's root is token {tree.tokens[0]}, the pending token of session {id} is "
+                f"{running.tokens[-1]}"
+            )
+        self.know(tree.tokens)
+        return running
 
-    def _prefill(self, running: _Running) -> Tensor:
-        prompt, device = running.session.prompt, self.target.device
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, len(prompt))
-            segment = causal_segment(self._cache.slots(running.pages, 0, end), end - start)
-            last = torch.arange(end - start - (end == len(prompt)), end - start, device=device)
-            tokens = torch.tensor(prompt[start:end], device=device)
-            logits = self.target.forward(tokens, Batch([segment], self._cache), last)
-        return logits
+    def _tree_row(self, running: _Running, tree: DraftTree) -> _Row:
+        return _Row(running, tree_segment(self._reserve(running, len(tree)), tree), tree.tokens, tree)
 
-    def _step(self, forest: Sequence[DraftTree], slots: Sequence[Tensor]) -> Tensor:
-        """Logits `[N, V]` of all nodes of the forest, tree after tree."""
-        segments = [tree_segment(s, tree) for s, tree in zip(slots, forest, strict=True)]
-        tokens = torch.tensor([t for tree in forest for t in tree.tokens], device=self.target.device)
-        rows = torch.arange(tokens.numel(), device=self.target.device)
-        return self.target.forward(tokens, Batch(segments, self._cache), rows)
+    def _chunk_row(self, running: _Running, count: int) -> _Row:
+        end = running.computed + count
+        segment = causal_segment(self._reserve(running, count), count)
+        tree = DraftTree.root(running.tokens[-1]) if end == len(running.tokens) else None
+        self.tokens_prefilled += count
+        return _Row(running, segment, running.tokens[running.computed : end], tree)
 
-    def _look_up(self, running: Sequence[_Running], forest: Sequence[DraftTree], logits: Tensor) -> LookUp:
+    def _reserve(self, running: _Running, rows: int) -> Tensor:
+        """Slots of all computed tokens and of so many rows behind them, which this session alone owns."""
+        end = running.computed + rows
+        self.pool.grow(running.pages, end)
+        self.pool.require_sole(running.pages[running.computed // self.pool.page_size :])
+        return self._cache.slots(running.pages, 0, end)
+
+    def _forward(self, rows: Sequence[_Row]) -> Tensor:
+        """Logits `[R, V]` of the rows that can draw: all nodes of trees, the last row of a chunk."""
+        tokens = [token for row in rows for token in row.tokens]
+        needed, end = list[int](), 0
+        for row in rows:
+            end += len(row.tokens)
+            if row.tree:
+                needed.extend(range(end - len(row.tree), end))
+        self.tokens_forwarded += len(tokens)
+        device = self.target.device
+        return self.target.forward(
+            torch.tensor(tokens, device=device),
+            Batch([row.segment for row in rows], self._cache),
+            torch.tensor(needed, dtype=torch.long, device=device),
+        )
+
+    def _look_up(self, drawing: Sequence[_Row], logits: Tensor) -> LookUp:
+        forest = [row.tree for row in drawing if row.tree]
         first = [0]
         for tree in forest:
             first.append(first[-1] + len(tree))
 
         def look_up(at: list[tuple[int, int]]) -> tuple[Tensor, list[Context]]:
             paths = [[forest[i].tokens[n] for n in forest[i].path(node)] for i, node in at]
-            contexts = [running[i].context(path) for (i, _), path in zip(at, paths, strict=True)]
+            contexts = [drawing[i].running.context(path) for (i, _), path in zip(at, paths, strict=True)]
             return logits[[first[i] + node for i, node in at]], contexts
 
         return look_up
 
-    def _outcome(self, running: _Running, tree: DraftTree, walk: Walk) -> Outcome:
-        said = (*(tree.tokens[node] for node in walk.path), walk.bonus)
-        tokens, finish = cut(said, running.room, running.ends)
-        return Outcome(tokens, walk.path[: len(tokens)], len(tree), finish)
+    def _outcome(self, row: _Row, walk: Walk) -> Outcome:
+        assert row.tree
+        said = (*(row.tree.tokens[node] for node in walk.path), walk.bonus)
+        tokens, finish = cut(said, row.running.room, row.running.ends)
+        return Outcome(tokens, walk.path[: len(tokens)], len(row.tree), finish)
 
-    def _compact(self, slots: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Tensor]:
-        """Move accepted nodes next to their prefix; gives the slots of root and accepted nodes."""
-        kept, sources, destinations = [], [], []
-        for table, outcome in zip(slots, outcomes, strict=True):
-            tree = table[-outcome.verified :]
-            kept.append(tree[: len(outcome.accepted) + 1])
+    def _compact(self, drawing: Sequence[_Row], outcomes: Sequence[Outcome]) -> None:
+        """Move accepted nodes next to their prefix."""
+        sources, destinations = [], []
+        for row, outcome in zip(drawing, outcomes, strict=True):
+            nodes = row.segment.slots[-outcome.verified :]
             for destination, node in enumerate(outcome.accepted, 1):
                 if node != destination:
-                    sources.append(tree[node])
-                    destinations.append(tree[destination])
+                    sources.append(nodes[node])
+                    destinations.append(nodes[destination])
         if sources:
             self._cache.move(torch.stack(sources), torch.stack(destinations))
-        return kept
 
-    def _commit(self, running: _Running, outcome: Outcome) -> None:
-        running.output.extend(outcome.tokens)
+    def _register(self, running: _Running) -> None:
+        """Let full pages of computed tokens be found by their content."""
+        known = len(running.keys)
+        extend_keys(running.keys, running.tokens[: running.computed], self.pool.page_size)
+        for page, key in zip(running.pages[known:], running.keys[known:], strict=False):
+            self.pool.register(page, key)
+
+    def _verified(self, id: str, outcome: Outcome, start: int) -> Verified:
         if outcome.finish:
-            self.close(running.session.id)
+            return Verified(outcome, self._no_features())
+        return Verified(outcome, self.features({id: (start, self.pending(id)[0])})[id])
+
+    def _no_features(self) -> Tensor:
+        return torch.empty(0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
 
 
 def pages_for(tokens: int, page_size: int = 16) -> int:

@@ -175,6 +175,42 @@ def test_any_parameters_with_any_trees_give_the_text_of_the_definition(
     assert decoded == {"any": plain("llama").text(session, stream)}
 
 
+def test_a_session_that_begins_with_output_goes_on_with_the_same_text(
+    plain: Make, target: Make, head: Make, run: Make, oracle: Make
+) -> None:
+    rng = random.Random(4)
+    batch = rng.sample(sessions_of_all_processors(3), 12)
+    texts = {s.id: plain("llama").text(s) for s in batch}
+    cuts = {id: rng.randint(0, len(text) - 1) for id, text in texts.items()}
+    begun = [replace(s, output=texts[s.id][: cuts[s.id]]) for s in batch]
+    rests = {id: text[cuts[id] :] for id, text in texts.items()}
+    known = {s.id: (*s.prompt, *plain("llama").stream(s, s.params.max_tokens + 9)) for s in batch}
+    assert run(target("llama"), begun, num_pages=800) == rests
+    assert run(target("llama"), begun, oracle(known), 800) == rests
+    drafter = Drafter(head(target("llama")), DraftConfig(), num_pages=800, page_size=4)
+    assert run(target("llama"), begun, drafter, 800) == rests
+
+
+def test_the_next_turn_of_a_chat_goes_on_from_the_entries_of_the_one_before(
+    plain: Make, target: Make, head: Make, idle: Make
+) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    verifier = Verifier(target("llama"), num_pages=100, page_size=4)
+    drafter = Drafter(head(target("llama")), DraftConfig(), num_pages=100, page_size=4)
+    prompt: tuple[int, ...] = (5, 3, 8, 13)
+    for turn in range(3):
+        session = Session("a", prompt, params, turn)
+        forwarded = drafter.tokens_forwarded
+        text = tuple(t for step in decode(verifier, drafter, [session]) for t in step.outcome.tokens)
+        assert text == plain("llama").text(session)
+        # Behind the last full page: what the last round committed, at most 7 tokens, and what is asked now.
+        if turn:
+            assert drafter.tokens_forwarded - forwarded < 4 + 7 + 2 + len(text)
+        prompt = (*prompt, *text, 20, 21)
+        idle(verifier)
+        idle(drafter)
+
+
 def test_without_a_drafter_each_step_is_a_plain_one(target: Make, run: Make) -> None:
     session = Session("a", (1, 2, 3), SamplingParams(max_tokens=6, ignore_eos=True), 5)
     first, *rest = run(target("llama"), [session]).steps
@@ -235,8 +271,9 @@ class Broken:
         self.rounds = 0
         self.pending: dict[str, int] = {}
 
-    def open(self, id: str, tokens: Sequence[int], features: torch.Tensor) -> None:
+    def open(self, id: str, tokens: Sequence[int]) -> int:
         self.pending[id] = tokens[-1]
+        return 0
 
     def propose(self, ids: Sequence[str]) -> list[DraftTree]:
         self.rounds += 1
@@ -247,7 +284,7 @@ class Broken:
         return [self.nonsense for _ in ids]
 
     def advance(self, id: str, tokens: Sequence[int], features: torch.Tensor) -> None:
-        self.pending[id] = tokens[-1]
+        self.pending[id] = [self.pending[id], *tokens][-1]
 
     def close(self, id: str) -> None:
         self.pending.pop(id, None)

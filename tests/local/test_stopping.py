@@ -30,15 +30,17 @@ class Chains:
     known: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By session: how much of the sequence is behind it, and the pending token."""
 
-    def open(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
+    def open(self, id: str, tokens: Sequence[int]) -> int:
         self.known[id] = len(tokens), tokens[-1]
+        return 0
 
     def propose(self, ids: Sequence[str]) -> list[DraftTree]:
         known = (self.known[id] for id in ids)
         return [DraftTree.chain((root, *self.sequence[at : at + self.levels])) for at, root in known]
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
-        self.known[id] = self.known[id][0] + len(tokens), tokens[-1]
+        at, pending = self.known[id]
+        self.known[id] = at + len(tokens), [pending, *tokens][-1]
 
     def close(self, id: str) -> None:
         self.known.pop(id)

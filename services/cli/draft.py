@@ -1,0 +1,64 @@
+"""`weald draft`: a draft replica."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, memory_size, mutual_tls
+from services.types.configuration import DraftConfig, TreeShape
+
+_DRAFT = DraftConfig()
+
+
+def draft(
+    model: Model,
+    verify: Annotated[list[str], typer.Option(metavar="HOST:PORT", help="A verify replica. Repeatable.")],
+    speculative_model: Annotated[
+        str | None, typer.Option(help="The draft head, a directory or hub name; smollm2-135m brings its own.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 50052,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_cache_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory of the head's keys and values, like 512MiB.")
+    ] = "256MiB",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sessions drafted at once; more are refused.")] = 256,
+    tree: Annotated[TreeShape, typer.Option(help="Trees of calls that ask for none.", metavar="SHAPE")] = _DRAFT.shape,
+    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = _DRAFT.budget,
+    speculative_eagle_topk: Annotated[int, typer.Option(help="Nodes expanded per level.")] = _DRAFT.beam,
+    speculative_num_steps: Annotated[int, typer.Option(help="Levels of a tree.")] = _DRAFT.levels,
+    drain: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")
+    ] = 30.0,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
+    tls_authority: Authority = None,
+) -> None:
+    """Serve generations: draft trees for the verify replicas, stream what they commit."""
+    config = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
+    tls = mutual_tls(tls_certificate, tls_key, tls_authority)
+    memory = memory_size(kv_cache_memory)
+
+    from services.cli.process import announce, stopped_by_signal
+    from services.draft.serving import load, run
+    from services.local.models import head_of, precision, quiet, usable_device
+
+    placed = usable_device(device)
+    with quiet():
+        service, status = load(
+            model,
+            head_of(model, speculative_model),
+            precision(dtype, placed),
+            placed,
+            config,
+            memory=memory,
+            max_num_seqs=max_num_seqs,
+        )
+
+    async def serve() -> None:
+        ready = announce(f"weald draft: {model} at {host}")
+        await run(service, status, f"{host}:{port}", verify, tls, ready, stopped_by_signal(), drain)
+
+    asyncio.run(serve())

@@ -1,0 +1,59 @@
+"""Options that several commands share, and how their values are read."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from services.types.errors import invalid
+
+if TYPE_CHECKING:
+    # gRPC is for those who serve or call a service.
+    from services.wire.transport import Tls
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, and so on.")]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float32", "float64"],
+    typer.Option(metavar="TYPE", help="float32, bfloat16 or float64; auto: bfloat16 on cuda, else float32."),
+]
+Model = Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")]
+Certificate = Annotated[
+    Path | None, typer.Option(help="Own certificate, PEM; the three together: mutual TLS.", rich_help_panel="TLS")
+]
+Key = Annotated[Path | None, typer.Option(help="Its key, PEM.", rich_help_panel="TLS")]
+Authority = Annotated[
+    Path | None, typer.Option(help="Authority of both sides' certificates, PEM.", rich_help_panel="TLS")
+]
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size like 512MiB, 20GiB or 4e9.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when it is none.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if not match or match[2].upper() not in _UNITS:
+        raise invalid(f"{text!r} is no size of memory; write a number and a unit, like 512MiB or 20GiB")
+    try:
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    except ValueError as error:
+        raise invalid(f"{text!r} is no size of memory; write one like 512MiB or 20GiB") from error
+
+
+def mutual_tls(certificate: Path | None, key: Path | None, authority: Path | None) -> "Tls | None":
+    """The files of mutual TLS, or None when none is named.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when only some are.
+    """
+    if certificate and key and authority:
+        from services.wire.transport import Tls
+
+        return Tls(certificate, key, authority)
+    if certificate or key or authority:
+        raise invalid("mutual TLS needs all of --tls-certificate, --tls-key and --tls-authority")
+    return None

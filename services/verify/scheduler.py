@@ -1,0 +1,263 @@
+"""The scheduler: which sessions enter the next target step, with which trees and prefill chunks."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.speculation.forest import rank
+from services.types.configuration import VerifyLimits
+from services.types.errors import ErrorCode, WealdError
+from services.types.messages import Open, Proposal, Response
+from services.types.tree import DraftTree
+from services.verify.verifier import Verifier
+
+MIN_HOLD_S, MAX_HOLD_S = 0.005, 1.0
+HOLD_FACTOR = 3.0
+"""A session is held for its tree this many times as long as trees take to arrive."""
+_FORGETTING = 0.1
+_ROUNDS_REMEMBERED = 8
+_MOST_HALVINGS = 8
+"""A drafter that answers no more costs its sessions next to nothing after so many holds in vain."""
+_CONGESTED_S = 0.02
+"""A congested link is looked at again after so many seconds."""
+
+
+class Link(Protocol):
+    """The stream to the drafter of a session."""
+
+    def post(self, responses: Sequence[Response]) -> None:
+        """Send, from any thread, without waiting."""
+
+    @property
+    def congested(self) -> bool:
+        """Whether so much waits to be sent that the sessions behind it should pause."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One session's place in the service."""
+
+    request: Open
+    link: Link | None
+    """None once its stream has broken: the seat is parked until it expires."""
+    age: int
+    """Order of arrival; the youngest is preempted first."""
+    sent: int
+    """Position below which the drafter has, or has been sent, all features."""
+    committed: int
+    """Tokens of the session so far, prompt included."""
+    round: int = 0
+    """Target steps that committed tokens of it here."""
+    proposal: Proposal | None = None
+    arrived: float = 0.0
+    """Seconds, when the proposal arrived."""
+    wanted: dict[int, float] = field(default_factory=dict)
+    """Seconds, when the replies of the latest rounds wanted a tree."""
+    held_until: float = 0.0
+    missed: int = 0
+    """Holds in a row that ended without a tree."""
+    expires: float = 0.0
+    """Seconds, when a parked seat is dropped."""
+
+    @property
+    def id(self) -> str:
+        """The session's id."""
+        return self.request.session.id
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the next target step does."""
+
+    trees: dict[str, DraftTree]
+    """As much of each session's tree as is verified; a root alone is a plain step."""
+    nodes: dict[str, tuple[int, ...]]
+    """Which nodes of the proposed tree those are."""
+    chunks: dict[str, int]
+    """Further prompt tokens of sessions in their prefill."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """Tokens and pages a step being formed can still take."""
+
+    tokens: int
+    pages: int
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill: waiting, running, preempted.
+
+    A preempted session loses its pages, goes back to the head of the queue and computes them again; the
+    chunk that reaches its newest token draws the next one, as any plain step does.
+    """
+
+    def __init__(self, verifier: Verifier, limits: VerifyLimits) -> None:
+        self._verifier = verifier
+        self._limits = limits
+        self.seats: dict[str, Seat] = {}
+        self.waiting: deque[Seat] = deque()
+        self.counters: Counter[str] = Counter()
+        self._running: list[Seat] = []
+        self._age = 0
+        self._arrival_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def enqueue(self, request: Open, link: Link) -> Seat:
+        """Let an admitted session wait for its place; `make_room` has been asked before."""
+        self._age += 1
+        seat = Seat(request, link, self._age, request.features_from, len(request.session.tokens))
+        self.seats[seat.id] = seat
+        self.waiting.append(seat)
+        return seat
+
+    def make_room(self) -> None:
+        """Raise `WealdError(RESOURCE_EXHAUSTED)`, with a hint when to retry, if the queue is full."""
+        if len(self.seats) >= self._limits.max_num_seqs + self._limits.max_waiting:
+            raise WealdError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"{len(self)} sessions run and {len(self.waiting)} wait here; retry in a second, or ask "
+                "another verify replica",
+                retry_after_s=1.0,
+            )
+
+    def remove(self, id: str) -> None:
+        """Forget a session; the verifier is told by whoever ends it."""
+        if seat := self.seats.pop(id, None):
+            (self._running if seat in self._running else self.waiting).remove(seat)
+
+    def offer(self, proposal: Proposal, now: float) -> bool:
+        """Take the tree a session is held for; False when it is stale, and dropped."""
+        seat = self.seats[proposal.session]
+        pending = self._verifier.pending(seat.id)
+        if wanted := seat.wanted.pop(proposal.round, None):
+            self._observe(now - wanted)
+        seat.missed = 0
+        stale = seat not in self._running or pending != (proposal.root_position, proposal.tree.tokens[0])
+        if stale or self._verifier.lacking(seat.id) != 1:
+            self.counters["stale_trees"] += 1
+            return False
+        seat.proposal, seat.arrived = proposal, now
+        return True
+
+    def hold(self, seat: Seat, round: int, now: float) -> None:
+        """A tree is wanted from now on: hold the session for as long as trees take, but not forever."""
+        patience = MAX_HOLD_S if self._arrival_s is None else HOLD_FACTOR * self._arrival_s
+        seat.wanted[round] = now
+        seat.wanted.pop(round - _ROUNDS_REMEMBERED, None)
+        seat.held_until = now + min(max(patience, MIN_HOLD_S), MAX_HOLD_S) / 2 ** min(seat.missed, _MOST_HALVINGS)
+
+    def patience(self, now: float) -> float:
+        """Seconds until something can happen by itself: a hold ends, a link clears, a parked seat expires."""
+        ends = [s.held_until for s in self._running if s.held_until > now and not s.proposal]
+        ends += [s.expires for s in self.seats.values() if s.link is None]
+        ends += [now + _CONGESTED_S for s in self._running if s.link and s.link.congested]
+        return max(0.0, min(ends, default=math.inf) - now)
+
+    def form(self, now: float) -> Step | None:
+        """The next target step; None when every session is held, parked or gone."""
+        room = _Room(self._limits.max_num_batched_tokens, self._verifier.pool.free_pages)
+        self._admit(room)
+        trees, nodes = self._forest(now, room)
+        chunks = self._chunks(room, alone=not trees)
+        return Step(trees, nodes, chunks) if trees or chunks else None
+
+    def _observe(self, arrival_s: float) -> None:
+        before = arrival_s if self._arrival_s is None else self._arrival_s
+        self._arrival_s = before + _FORGETTING * (arrival_s - before)
+
+    def _admit(self, room: _Room) -> None:
+        verifier = self._verifier
+        reserved = sum(verifier.pages_missing(s.id, verifier.lacking(s.id)) for s in self._running)
+        while self.waiting and len(self._running) < self._limits.max_num_seqs:
+            seat = self.waiting[0]
+            lacking = verifier.place(seat.id)
+            needed = verifier.pages_missing(seat.id, lacking)
+            room.pages = verifier.pool.free_pages
+            # A page to spare for each that runs, lest it be taken from this one at once.
+            if self._running and reserved + needed + len(self._running) > room.pages:
+                verifier.suspend(seat.id)
+                room.pages = verifier.pool.free_pages
+                return
+            reserved += needed
+            self.waiting.popleft()
+            self._running.append(seat)
+            self._running.sort(key=lambda s: s.age)
+            self.counters["prefix_hit_tokens"] += verifier.pending(seat.id)[0] + 1 - lacking
+
+    def _forest(self, now: float, room: _Room) -> tuple[dict[str, DraftTree], dict[str, tuple[int, ...]]]:
+        """Trees of the sessions that are ready, ranked into the tokens and shrunk into the pages there are."""
+        ready = [seat for seat in self._running if self._ready(seat, now)]
+        forest = [self._tree(seat) for seat in ready]
+        ranked = rank(forest, room.tokens - len(forest))
+        trees: dict[str, DraftTree] = {}
+        nodes: dict[str, tuple[int, ...]] = {}
+        for seat, tree, kept in zip(ready, forest, ranked, strict=True):
+            fitting = self._fit(seat, len(kept), room)
+            if not fitting:
+                continue
+            if fitting < len(kept):
+                self.counters["shrunk_trees"] += 1
+                kept = rank([tree], fitting - 1)[0]
+            trees[seat.id], nodes[seat.id] = tree.keep(kept), kept
+            room.tokens -= len(kept)
+            if not seat.proposal and seat.held_until:
+                seat.missed += 1
+                self.counters["missed_trees"] += 1
+        return trees, nodes
+
+    def _fit(self, seat: Seat, rows: int, room: _Room) -> int:
+        """How many of these rows there are pages for; 0 when the session was preempted itself.
+
+        Without a page for the first, the youngest sessions lose theirs; they stand behind in the step.
+        """
+        while seat in self._running and self._verifier.rows_within(seat.id, room.pages) < 1:
+            self._preempt(self._running[-1], room)
+        return self._take(seat, rows, room) if seat in self._running else 0
+
+    def _chunks(self, room: _Room, alone: bool) -> dict[str, int]:
+        """Prefill chunks in what the trees leave; `alone` when there are none, and pages may be taken."""
+        chunks: dict[str, int] = {}
+        for seat in list(self._running):
+            if seat not in self._running or not _open(seat):
+                continue
+            lacking = self._verifier.lacking(seat.id)
+            count = min(lacking, room.tokens)
+            if lacking == 1 or not count:
+                continue
+            fit = self._fit if alone and not chunks else self._take
+            if count := fit(seat, count, room):
+                chunks[seat.id] = count
+                room.tokens -= count
+                self.counters["chunked_prefills"] += count < lacking
+        return chunks
+
+    def _take(self, seat: Seat, rows: int, room: _Room) -> int:
+        rows = max(0, min(rows, self._verifier.rows_within(seat.id, room.pages)))
+        room.pages -= self._verifier.pages_missing(seat.id, rows)
+        return rows
+
+    def _preempt(self, seat: Seat, room: _Room) -> None:
+        before = self._verifier.pool.free_pages
+        self._verifier.suspend(seat.id)
+        room.pages += self._verifier.pool.free_pages - before
+        self._running.remove(seat)
+        self.waiting.appendleft(seat)
+        seat.proposal, seat.held_until = None, 0.0
+        self.counters["preemptions"] += 1
+
+    def _ready(self, seat: Seat, now: float) -> bool:
+        waited = seat.proposal is not None or seat.held_until <= now
+        return waited and _open(seat) and self._verifier.lacking(seat.id) == 1
+
+    def _tree(self, seat: Seat) -> DraftTree:
+        tree = seat.proposal.tree if seat.proposal else DraftTree.root(self._verifier.pending(seat.id)[1])
+        return tree.cut(self._verifier.room(seat.id) - 1)
+
+
+def _open(seat: Seat) -> bool:
+    return seat.link is not None and not seat.link.congested

@@ -1,0 +1,313 @@
+"""The verify service: one thread that runs target steps for the sessions of all streams."""
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from services.engine.transfer import to_block
+from services.types.configuration import VerifyLimits
+from services.types.errors import ErrorCode, WealdError, incompatible
+from services.types.messages import (
+    Close,
+    Failure,
+    FeatureBlock,
+    Features,
+    Load,
+    Open,
+    Proposal,
+    Proposals,
+    Replies,
+    Reply,
+    Request,
+    Response,
+    StepTimings,
+)
+from services.types.outcome import Outcome
+from services.verify.scheduler import Link, Scheduler, Seat, Step
+from services.verify.verifier import Stepped, Verifier
+
+BEAT_S = 1.0
+"""An idle service looks after its pages and its ranks this often, in seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class VerifyService:
+    """Owns the verifier: everything happens in its thread; `submit` hands in what the streams bring."""
+
+    def __init__(self, verifier: Verifier, limits: VerifyLimits, fingerprint: bytes) -> None:
+        """Serve a verifier.
+
+        Raises:
+            WealdError: `INVALID_ARGUMENT` when its pages cannot hold even one session of full length.
+        """
+        self.verifier = verifier
+        self.limits = limits
+        self.fingerprint = fingerprint
+        self.loop_lag_ns = 0
+        self.failed: WealdError | None = None
+        """Why the service ended by itself."""
+        self._scheduler = Scheduler(verifier, limits)
+        self._inbox: queue.SimpleQueue[tuple[Link, Request | None, float]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
+        self._beat = 0.0
+        self._draining = False
+        self._stopped = threading.Event()
+        self._ended: Callable[[], None] = lambda: None
+        pool = verifier.pool
+        needed = -(-verifier.max_model_len // pool.page_size)
+        if pool.num_pages < needed:
+            raise WealdError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"the KV cache holds {pool.num_pages * pool.page_size} tokens and one session can have "
+                f"{verifier.max_model_len}; give --kv-cache-memory more, or lower --max-model-len",
+            )
+
+    def start(self, ended: Callable[[], None]) -> None:
+        """Begin serving; `ended` is called, in the service's thread, when it ends by itself."""
+        self._ended = ended
+        self._thread.start()
+
+    def submit(self, link: Link, request: Request | None) -> None:
+        """Hand in what a stream brought, from any thread; None when the stream has ended."""
+        self._inbox.put((link, request, time.monotonic()))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new sessions and wait for the running ones; whether all of them finished in time."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._scheduler.seats and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self._scheduler.seats
+
+    def stop(self) -> None:
+        """End the thread after its present step."""
+        self._stopped.set()
+        self._thread.join()
+
+    def load(self) -> Load:
+        """How busy the service is."""
+        scheduler = self._scheduler
+        return Load(len(scheduler), len(scheduler.waiting), self.verifier.pool.free_pages)
+
+    def counters(self) -> dict[str, int]:
+        """Since the start: trees verified, stale and missed, preemptions, prefix hits, and so on.
+
+        Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those beside the target's forward
+        (`forward_ns`) are what the model waits for Python; `loop_lag_ns` is the longest that the event loop
+        was late, as it would be if it waited for the model.
+        """
+        verifier = self.verifier
+        return dict(self._scheduler.counters) | {
+            "tokens_forwarded": verifier.tokens_forwarded,
+            "tokens_prefilled": verifier.tokens_prefilled,
+            "loop_lag_ns": self.loop_lag_ns,
+        }
+
+    def _run(self) -> None:
+        try:
+            step: Step | None = None
+            while not self._stopped.is_set():
+                now = time.monotonic()
+                self._receive(0.0 if step else min(BEAT_S, self._scheduler.patience(now)))
+                began = time.perf_counter_ns()
+                step = self._scheduler.form(time.monotonic())
+                if step:
+                    self._serve(step)
+                    self._scheduler.counters["step_ns"] += time.perf_counter_ns() - began
+                if now > self._beat + BEAT_S:
+                    self._beat = now
+                    self._look_after(now)
+        except Exception as error:
+            _log.exception("the verify service ends")
+            self.failed = error if isinstance(error, WealdError) else _internal()
+            self._end(list(self._scheduler.seats.values()), self.failed)
+            self._ended()
+
+    def _receive(self, patience_s: float) -> None:
+        """Take in everything that has arrived; wait for the first only so long."""
+        try:
+            self._take(*self._inbox.get(timeout=patience_s) if patience_s else self._inbox.get_nowait())
+            while True:
+                self._take(*self._inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _take(self, link: Link, request: Request | None, now: float) -> None:
+        match request:
+            case Open():
+                self._open(link, request)
+            case Proposals():
+                for proposal in request.proposals:
+                    self._offer(link, proposal, now)
+            case Close():
+                seat = self._scheduler.seats.get(request.session)
+                if seat and seat.request.epoch <= request.epoch:
+                    self._end([seat], None)
+            case None:
+                lost = [seat for seat in self._scheduler.seats.values() if seat.link is link]
+                self._end([seat for seat in lost if seat in self._scheduler.waiting], None)
+                for seat in lost:
+                    seat.link, seat.expires = None, now + self.limits.expiry_s
+
+    def _open(self, link: Link, request: Open) -> None:
+        session, epoch = request.session, request.epoch
+        try:
+            self._check(request)
+            if seat := self._scheduler.seats.get(session.id):
+                self._end([seat], None)
+            self._scheduler.make_room()
+            finished = self.verifier.admit(session)
+        except WealdError as error:
+            link.post([Failure(session.id, epoch, error)])
+            return
+        if finished:
+            reply = Reply(session.id, epoch, 0, len(session.tokens), finished, 0, False, None, 0)
+            link.post([Replies((reply,), StepTimings(), self.load())])
+        else:
+            self._scheduler.enqueue(request, link)
+
+    def _check(self, request: Open) -> None:
+        if self._draining:
+            raise WealdError(
+                ErrorCode.UNAVAILABLE, "this verify replica is shutting down; open the session at another"
+            )
+        if request.fingerprint != self.fingerprint:
+            raise incompatible(
+                f"the drafter's target has the fingerprint {request.fingerprint.hex()}, this one "
+                f"{self.fingerprint.hex()}; start both services with the same --model"
+            )
+        seat = self._scheduler.seats.get(request.session.id)
+        if seat and request.epoch <= seat.request.epoch:
+            raise _stale(request.session.id, request.epoch, seat.request.epoch)
+
+    def _offer(self, link: Link, proposal: Proposal, now: float) -> None:
+        id, epoch = proposal.session, proposal.epoch
+        seat = self._scheduler.seats.get(id)
+        if seat is None or epoch > seat.request.epoch:
+            unknown = WealdError(ErrorCode.UNKNOWN_SESSION, f"session {id} is not open here; open it first")
+            link.post([Failure(id, epoch, unknown)])
+        elif epoch < seat.request.epoch:
+            link.post([Failure(id, epoch, _stale(id, epoch, seat.request.epoch))])
+        else:
+            try:
+                self.verifier.know(proposal.tree.tokens)
+            except WealdError as error:
+                self._end([seat], error)
+            else:
+                self._scheduler.offer(proposal, now)
+
+    def _serve(self, step: Step) -> None:
+        seats = {id: self._scheduler.seats[id] for id in (*step.trees, *step.chunks)}
+        arrived = [seat.arrived for seat in seats.values() if seat.proposal]
+        queued = time.monotonic() - min(arrived) if arrived else 0.0
+        try:
+            stepped = self.verifier.step(step.trees, step.chunks)
+        except Exception as error:
+            if isinstance(error, WealdError) and error.code is ErrorCode.UNAVAILABLE:
+                raise
+            _log.exception("a target step failed")
+            self._end(seats.values(), error if isinstance(error, WealdError) else _internal())
+            return
+        self._reply(step, stepped, seats, int(queued * 1e9))
+
+    def _reply(self, step: Step, stepped: Stepped, seats: Mapping[str, Seat], queued_ns: int) -> None:
+        """Answer every stream once, with the features its drafter lacks where a tree is wanted."""
+        wanted = {id for id, outcome in stepped.outcomes.items() if self._wanted(seats[id], outcome)}
+        blocks = self._features(seats, wanted | (step.chunks.keys() - stepped.outcomes.keys()))
+        now, load = time.monotonic(), self.load()
+        timings = replace(stepped.timings, queue=queued_ns)
+        self._scheduler.counters["forward_ns"] += timings.forward
+        responses: dict[Link, list[Response]] = defaultdict(list)
+        replies: dict[Link, list[Reply]] = defaultdict(list)
+        for id, seat in seats.items():
+            outcome, block = stepped.outcomes.get(id), blocks.get(id)
+            if outcome:
+                reply = self._settle(seat, outcome, step.nodes.get(id, (0,)), id in wanted, block, now)
+                if seat.link:
+                    replies[seat.link].append(reply)
+            elif block and seat.link:
+                responses[seat.link].append(Features(id, seat.request.epoch, block))
+        for link, settled in replies.items():
+            responses[link].append(Replies(tuple(settled), timings, load))
+        for link, said in responses.items():
+            link.post(said)
+
+    def _wanted(self, seat: Seat, outcome: Outcome) -> bool:
+        return seat.request.speculative and not outcome.finish and self.verifier.room(seat.id) > 1
+
+    def _features(self, seats: Mapping[str, Seat], ids: Iterable[str]) -> dict[str, FeatureBlock]:
+        spans = {}
+        for id in ids:
+            seat, end = seats[id], self.verifier.computed(id)
+            if seat.request.speculative and seat.sent < end:
+                spans[id] = seat.sent, end
+                seat.sent = end
+        features = self.verifier.features(spans)
+        return {id: to_block(spans[id][0], rows) for id, rows in features.items()}
+
+    def _settle(
+        self,
+        seat: Seat,
+        outcome: Outcome,
+        nodes: tuple[int, ...],
+        wanted: bool,
+        block: FeatureBlock | None,
+        now: float,
+    ) -> Reply:
+        """The reply to one session, which then waits for a tree, goes on, or is over."""
+        scheduler = self._scheduler
+        proposal, seat.proposal, seat.held_until = seat.proposal, None, 0.0
+        scheduler.counters["trees_verified" if len(nodes) > 1 else "plain_steps"] += 1
+        round, seat.round = seat.round, seat.round + 1
+        accepted = Outcome(
+            outcome.tokens, tuple(nodes[n] for n in outcome.accepted), outcome.verified, outcome.finish
+        )
+        seat.committed += len(outcome.tokens)
+        reply = Reply(
+            session=seat.id,
+            epoch=seat.request.epoch,
+            round=round,
+            position=seat.committed - len(outcome.tokens),
+            outcome=accepted,
+            nodes=sum(1 << node for node in nodes),
+            wanted=wanted,
+            features=block,
+            turnaround_ns=int((now - seat.arrived) * 1e9) if proposal else 0,
+        )
+        if outcome.finish:
+            scheduler.remove(seat.id)
+        elif wanted:
+            scheduler.hold(seat, round, now)
+        return reply
+
+    def _end(self, seats: Iterable[Seat], error: WealdError | None) -> None:
+        """Close sessions and free what they hold; their drafters are told why, if there is an error."""
+        for seat in list(seats):
+            self._scheduler.remove(seat.id)
+            self.verifier.close(seat.id)
+            if error and seat.link:
+                seat.link.post([Failure(seat.id, seat.request.epoch, error)])
+
+    def _look_after(self, now: float) -> None:
+        expired = [s for s in self._scheduler.seats.values() if s.link is None and s.expires <= now]
+        self._scheduler.counters["expired_sessions"] += len(expired)
+        self._end(expired, None)
+        self.verifier.target.beat()
+        if not self._scheduler.seats:
+            self.verifier.check()
+
+
+def _stale(id: str, epoch: int, current: int) -> WealdError:
+    return WealdError(
+        ErrorCode.STALE_EPOCH,
+        f"session {id} has been taken over: epoch {epoch} is not above {current}; stop working on it",
+    )
+
+
+def _internal() -> WealdError:
+    return WealdError(ErrorCode.INTERNAL, "the target step failed; the log of the verify service says why")

@@ -1,0 +1,108 @@
+"""A verify replica as a process: from options to a served address."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.engine.checkpoints import fingerprint, resolve
+from services.engine.ranks import Ranks
+from services.engine.target import Target
+from services.types.configuration import VerifyLimits
+from services.types.messages import Load, VerifyStatus
+from services.verify.service import VerifyService
+from services.verify.servicer import VerifyServicer
+from services.verify.verifier import Verifier
+from services.wire.server import serve
+from services.wire.transport import Tls
+
+PAGE_SIZE = 16
+_WATCH_NS = 50_000_000
+
+
+def load(
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    memory: int,
+    max_model_len: int | None,
+    limits: VerifyLimits,
+    ranks: Ranks | None = None,
+) -> tuple[VerifyService, VerifyStatus]:
+    """A verify service that is ready to start, and what it says of itself.
+
+    Args:
+        model: as `checkpoints.resolve` takes it.
+        dtype: of weights and cache.
+        device: of this rank.
+        memory: bytes of the KV cache, on each rank.
+        max_model_len: tokens of one session at most; None for the target's context.
+        limits: what is taken on at once.
+        ranks: the tensor-parallel group this process leads.
+
+    Raises:
+        WealdError: as `Target.load` and `VerifyService` do.
+    """
+    directory = resolve(model)
+    target = Target.load(directory, dtype, device, ranks)
+    pages = memory // (target.token_bytes * PAGE_SIZE)
+    verifier = Verifier(target, num_pages=pages, page_size=PAGE_SIZE, max_model_len=max_model_len)
+    mark = fingerprint(directory)
+    status = VerifyStatus(
+        model=model,
+        fingerprint=mark,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        tensor_parallel_size=ranks.size if ranks else 1,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=verifier.max_model_len,
+        page_size=PAGE_SIZE,
+        num_pages=pages,
+        load=Load(),
+        counters={},
+    )
+    return VerifyService(verifier, limits, mark), status
+
+
+async def run(
+    service: VerifyService,
+    status: VerifyStatus,
+    address: str,
+    tls: Tls | None,
+    ready: Callable[[int], None],
+    stopping: asyncio.Event,
+    drain_s: float,
+) -> None:
+    """Serve until `stopping` is set, then drain; `ready` is told the port.
+
+    Raises:
+        WealdError: what ended the service, when it ended by itself.
+    """
+    loop = asyncio.get_running_loop()
+    servicer = VerifyServicer(service, status)
+    server = await serve(servicer, address, tls)
+    watching = asyncio.create_task(_watch(service))
+    service.start(lambda: loop.call_soon_threadsafe(stopping.set))
+    ready(server.port)
+    await stopping.wait()
+    watching.cancel()
+    await server.drain()
+    if service.failed is None:
+        await asyncio.to_thread(service.drain, drain_s)
+    servicer.close()
+    await server.stop(1.0)
+    await asyncio.to_thread(service.stop)
+    if service.failed:
+        raise service.failed
+
+
+async def _watch(service: VerifyService) -> None:
+    """Note the longest that the event loop has been late."""
+    while True:
+        due = time.perf_counter_ns() + _WATCH_NS
+        await asyncio.sleep(_WATCH_NS / 1e9)
+        service.loop_lag_ns = max(service.loop_lag_ns, time.perf_counter_ns() - due)
