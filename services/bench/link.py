@@ -75,7 +75,9 @@ def bench_link(
         write_json(json_file, "link", settings, rows)
     console = Console()
     console.print(_table("one round, ms", rows["rounds"]))
-    console.print(_table(f"the wire alone, ms, {ACCEPTED + 1} features and a tree of 60 nodes a round", rows["wire"]))
+    console.print(
+        _table(f"the wire alone, ms, {ACCEPTED + 1} features and a tree of 60 nodes a round", rows["wire"])
+    )
 
 
 async def _measure(
@@ -89,7 +91,9 @@ async def _measure(
 ) -> dict[str, list[dict[str, Any]]]:
     with replica(program=INSTANT) as far:
         wire = [await _wire(name, *far.address.split(","), rounds) for name in WIDTHS]
-        with replica("verify", "--model", model, "--dtype", str(dtype).removeprefix("torch."), "--port", 0) as verifier:
+        with replica(
+            "verify", "--model", model, "--dtype", str(dtype).removeprefix("torch."), "--port", 0
+        ) as verifier:
             times = await _real(model, head, dtype, device, verifier.address, prompts, max_tokens)
     return {"rounds": _parts(times, wire[0]), "wire": wire}
 
@@ -210,7 +214,15 @@ def _answer(proposal: Proposal, block: FeatureBlock, turnaround_ns: int) -> Repl
     path = tuple(range(1, ACCEPTED + 1))
     outcome = Outcome((*path, 0), path, len(proposal.tree), None)
     reply = Reply(
-        proposal.session, proposal.epoch, proposal.round, 0, outcome, (1 << 60) - 1, True, block, turnaround_ns
+        proposal.session,
+        proposal.epoch,
+        proposal.round,
+        0,
+        outcome,
+        (1 << 60) - 1,
+        True,
+        block,
+        turnaround_ns,
     )
     return Replies((reply,), StepTimings(), Load())
 

@@ -85,10 +85,14 @@ async def _measure(
     async with connect(drafter) as channel, connect(verifier) as status_channel:
         client, status = DraftClient(channel), VerifyClient(status_channel)
         await _wait_for_link(client)
-        await _generate(client, Call("warm-up", prompts[0], (), SamplingParams(max_tokens=8, temperature=0.0)))
+        await _generate(
+            client, Call("warm-up", prompts[0], (), SamplingParams(max_tokens=8, temperature=0.0))
+        )
         with tqdm(total=len(sessions) * repeats * len(MODES), desc="bench load", unit="run") as bar:
             for count in sessions:
-                runs: dict[str, list[tuple[float, list[Answer], dict[str, int]]]] = {mode: [] for mode in MODES}
+                runs: dict[str, list[tuple[float, list[Answer], dict[str, int]]]] = {
+                    mode: [] for mode in MODES
+                }
                 for repeat in range(repeats):
                     for mode, speculative in MODES.items():
                         before = await status.status(WITHIN_S)
@@ -145,7 +149,11 @@ def _row(
     plain: Sequence[tuple[float, list[Answer], dict[str, int]]],
 ) -> dict[str, Any]:
     answers = [answer for _, given, _ in runs for answer in given]
-    same = [a.tokens == b.tokens for r, p in zip(runs, plain, strict=True) for a, b in zip(r[1], p[1], strict=True)]
+    same = [
+        a.tokens == b.tokens
+        for r, p in zip(runs, plain, strict=True)
+        for a, b in zip(r[1], p[1], strict=True)
+    ]
     speed = statistics.median(sum(len(a.tokens) for a in given) / wall for wall, given, _ in runs)
     base = statistics.median(sum(len(a.tokens) for a in given) / wall for wall, given, _ in plain)
     rounds = sum(a.rounds for a in answers)
@@ -165,7 +173,17 @@ def _row(
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="through the services", title_justify="left")
-    for name in ("sessions", "mode", "tokens/s", "× plain", "ms/token", "ms to first", "τ", "identical", "missed"):
+    for name in (
+        "sessions",
+        "mode",
+        "tokens/s",
+        "× plain",
+        "ms/token",
+        "ms to first",
+        "τ",
+        "identical",
+        "missed",
+    ):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row in rows:
         table.add_row(

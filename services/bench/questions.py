@@ -36,7 +36,7 @@ def read_questions(directory: Path, limit: int | None) -> dict[str, list[str]]:
 
 
 def some_prompts(directory: Path | None, count: int) -> list[str]:
-    """So many first turns, from all question sets alike; from `PROMPTS`, over and over, without a directory."""
+    """So many first turns, from all question sets alike; without a directory, `PROMPTS` over and over."""
     if directory is None:
         return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     tasks = read_questions(directory, -(-count // 2))

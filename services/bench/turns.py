@@ -35,7 +35,9 @@ def bench_turns(
     ):
         rows = asyncio.run(_measure(verifier.address, drafter.address, tokenizer, long, max_tokens))
     if json_file:
-        write_json(json_file, "turns", {"model": model, "dtype": dtype, "max_tokens": max_tokens}, {"rows": rows})
+        write_json(
+            json_file, "turns", {"model": model, "dtype": dtype, "max_tokens": max_tokens}, {"rows": rows}
+        )
     table = Table(title="tokens that entered a forward", title_justify="left")
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
@@ -80,4 +82,6 @@ async def _measure(
 
 def _common(before: list[int], now: list[int]) -> int:
     """Tokens at the beginning that both share."""
-    return next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now))
+    )

@@ -24,9 +24,15 @@ def draft(
     kv_cache_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory of the head's keys and values, like 512MiB.")
     ] = "256MiB",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sessions drafted at once; more are refused.")] = 256,
-    tree: Annotated[TreeShape, typer.Option(help="Trees of calls that ask for none.", metavar="SHAPE")] = _DRAFT.shape,
-    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = _DRAFT.budget,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Sessions drafted at once; more are refused.")
+    ] = 256,
+    tree: Annotated[
+        TreeShape, typer.Option(help="Trees of calls that ask for none.", metavar="SHAPE")
+    ] = _DRAFT.shape,
+    speculative_num_draft_tokens: Annotated[
+        int, typer.Option(help="Nodes of a tree, root included.")
+    ] = _DRAFT.budget,
     speculative_eagle_topk: Annotated[int, typer.Option(help="Nodes expanded per level.")] = _DRAFT.beam,
     speculative_num_steps: Annotated[int, typer.Option(help="Levels of a tree.")] = _DRAFT.levels,
     drain: Annotated[

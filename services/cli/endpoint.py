@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing
 
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step
 from services.local.models import quiet
-from services.types.messages import Call, Finished, Round, Started
+from services.types.messages import Call, Round, Started
 from services.types.outcome import Outcome
 from services.types.tree import DraftTree
 from services.wire.channel import connect
@@ -21,21 +22,23 @@ def tokenizer_of(model: str) -> Tokenizer:
         return Tokenizer.load(resolve(model))
 
 
-def generated(endpoint: str, call: Call, tls: Tls | None) -> tuple[int, Iterator[Step]]:
+def generated(
+    endpoint: str, call: Call, tls: Tls | None, within_s: float
+) -> tuple[int, Iterator[Step]]:
     """The seed in use, and the steps as they come; leaving the iterator early cancels the call.
 
     Raises:
-        WealdError: as the service does.
+        WealdError: as the service does; `DEADLINE_EXCEEDED` after `within_s` seconds.
     """
-    steps = _events(endpoint, call, tls)
+    steps = _events(endpoint, call, tls, within_s)
     started = next(steps)
     assert isinstance(started, Started)
     return started.seed, (step for step in steps if isinstance(step, Step))
 
 
-def _events(endpoint: str, call: Call, tls: Tls | None) -> Iterator[Started | Step]:
+def _events(endpoint: str, call: Call, tls: Tls | None, within_s: float) -> Iterator[Started | Step]:
     with asyncio.Runner() as runner:
-        steps = _steps(endpoint, call, tls)
+        steps = _steps(endpoint, call, tls, within_s)
         try:
             while True:
                 yield runner.run(anext(steps))
@@ -45,19 +48,19 @@ def _events(endpoint: str, call: Call, tls: Tls | None) -> Iterator[Started | St
             runner.run(steps.aclose())
 
 
-async def _steps(endpoint: str, call: Call, tls: Tls | None) -> AsyncGenerator[Started | Step]:
+async def _steps(
+    endpoint: str, call: Call, tls: Tls | None, within_s: float
+) -> AsyncGenerator[Started | Step]:
     pending = None
-    async with connect(endpoint, tls) as channel:
-        async for event in DraftClient(channel).generate(call):
-            match event:
-                case Started():
-                    yield event
-                case Round():
-                    root = None if pending is None else DraftTree.root(pending)
-                    outcome = Outcome(event.tokens, event.accepted, event.verified, event.finish)
-                    yield Step(
-                        call.session, event.tree or root, outcome, event.draft_ns / 1e9, event.verify_ns / 1e9
-                    )
-                    pending = event.tokens[-1]
-                case Finished():
-                    return
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(connect(endpoint, tls))
+        events = await stack.enter_async_context(aclosing(DraftClient(channel).generate(call, within_s)))
+        async for event in events:
+            if isinstance(event, Started):
+                yield event
+            elif isinstance(event, Round):
+                root = None if pending is None else DraftTree.root(pending)
+                outcome = Outcome(event.tokens, event.accepted, event.verified, event.finish)
+                seconds = event.draft_ns / 1e9, event.verify_ns / 1e9
+                yield Step(call.session, event.tree or root, outcome, *seconds)
+                pending = event.tokens[-1]

@@ -44,6 +44,9 @@ def generate(
         str | None,
         typer.Option(metavar="HOST:PORT", help="A draft replica that generates; absent: this process does."),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long a draft replica may take.")
+    ] = 600.0,
     device: Device = "auto",
     dtype: Dtype = "auto",
     max_tokens: Annotated[int, _sampling("Output tokens at most.")] = 128,
@@ -123,7 +126,7 @@ def generate(
         tokenizer = tokenizer_of(model)
         prompt_ids = _prompt(tokenizer, text, chat)
         call = Call(uuid.uuid4().hex, prompt_ids, (), params, speculating, draft, want_trees=True)
-        used, steps = generated(endpoint, call, tls)
+        used, steps = generated(endpoint, call, tls, timeout)
     else:
         from services.local.models import load
 

@@ -19,7 +19,8 @@ Dtype = Annotated[
 ]
 Model = Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")]
 Certificate = Annotated[
-    Path | None, typer.Option(help="Own certificate, PEM; the three together: mutual TLS.", rich_help_panel="TLS")
+    Path | None,
+    typer.Option(help="Own certificate, PEM; the three together: mutual TLS.", rich_help_panel="TLS"),
 ]
 Key = Annotated[Path | None, typer.Option(help="Its key, PEM.", rich_help_panel="TLS")]
 Authority = Annotated[

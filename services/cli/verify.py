@@ -1,7 +1,7 @@
 """`weald verify`: a verify replica, or one of its tensor-parallel ranks."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,12 +12,12 @@ from services.types.errors import invalid
 _LIMITS = VerifyLimits()
 
 
-def _batching(help: str, **options: int) -> typer.models.OptionInfo:
-    return typer.Option(help=help, rich_help_panel="Batching", **options)  # type: ignore[no-any-return,arg-type]
+def _batching(help: str, **options: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Batching", **options)
 
 
-def _ranks(help: str, **options: int) -> typer.models.OptionInfo:
-    return typer.Option(help=help, rich_help_panel="Tensor parallel", **options)  # type: ignore[no-any-return,arg-type]
+def _ranks(help: str, **options: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Tensor parallel", **options)
 
 
 def verify(
@@ -44,9 +44,7 @@ def verify(
         float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")
     ] = 30.0,
     tensor_parallel_size: Annotated[int, _ranks("Ranks that share the target.", min=1)] = 1,
-    rank: Annotated[
-        int | None, _ranks("This process' rank; absent: all ranks start here.", min=0)
-    ] = None,
+    rank: Annotated[int | None, _ranks("This process' rank; absent: all ranks start here.", min=0)] = None,
     master_addr: Annotated[str, _ranks("Host of rank 0.")] = "127.0.0.1",
     master_port: Annotated[int | None, _ranks("Port where ranks meet; needed with --rank.", min=1)] = None,
     tls_certificate: Certificate = None,
@@ -78,8 +76,13 @@ def verify(
             return
         with quiet():
             service, status = load(
-                model, exact, ranks.device if ranks else placed,
-                memory=memory, max_model_len=max_model_len, limits=limits, ranks=ranks,
+                model,
+                exact,
+                ranks.device if ranks else placed,
+                memory=memory,
+                max_model_len=max_model_len,
+                limits=limits,
+                ranks=ranks,
             )
 
         async def serve() -> None:

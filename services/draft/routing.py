@@ -23,7 +23,9 @@ def route(tokens: Sequence[int], sessions: Mapping[str, int]) -> str:
     """
     if not sessions:
         raise WealdError(
-            ErrorCode.UNAVAILABLE, "no verify replica is connected; start one, or retry shortly", retry_after_s=1
+            ErrorCode.UNAVAILABLE,
+            "no verify replica is connected; start one, or retry shortly",
+            retry_after_s=1,
         )
     bound = OVERLOAD * sum(sessions.values()) / len(sessions) + 1
     prefix = repr(tuple(tokens[:PREFIX_TOKENS])).encode()

@@ -293,7 +293,12 @@ class DraftService:
         self._post(generating, started)
         generating.link.send(
             Open(
-                generating.session, generating.epoch, self.fingerprint, call.speculative, from_, call.traceparent
+                generating.session,
+                generating.epoch,
+                self.fingerprint,
+                call.speculative,
+                from_,
+                call.traceparent,
             )
         )
 
@@ -305,7 +310,7 @@ class DraftService:
         self.drafter.advance(id, tokens, from_block(block, dtype, device) if block else empty)
 
     def _draft(self) -> None:
-        """One tree for every session that is wanted one; each verify replica gets its trees in one message."""
+        """A tree for every session that is to have one; each verify replica gets its trees in one message."""
         wanting, self._wanting = self._wanting, {}
         if not wanting:
             return
@@ -320,9 +325,7 @@ class DraftService:
         for (generating, reply), tree in zip(wanting.items(), trees, strict=True):
             root = reply.position + len(reply.outcome.tokens) - 1
             generating.tree, generating.drafted_ns, generating.sent_ns = tree, drafted - started, drafted
-            ready[generating.link].append(
-                Proposal(generating.id, generating.epoch, reply.round, root, tree)
-            )
+            ready[generating.link].append(Proposal(generating.id, generating.epoch, reply.round, root, tree))
         for link, proposals in ready.items():
             link.send(Proposals(tuple(proposals)))
         self._counters["trees_drafted"] += len(trees)

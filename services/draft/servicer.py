@@ -21,7 +21,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._service = service
         self._status = status
 
-    async def Generate(  # noqa: N802
+    async def Generate(
         self,
         request: draft_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[draft_pb2.GenerateRequest, draft_pb2.GenerateResponse],
@@ -34,7 +34,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             async for event in events:
                 yield convert.event_to_proto(event)
 
-    async def Status(  # noqa: N802
+    async def Status(
         self,
         request: draft_pb2.DraftServiceStatusRequest,
         context: grpc.aio.ServicerContext[

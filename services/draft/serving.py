@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import torch
 
@@ -87,20 +87,23 @@ async def run(
     Raises:
         WealdError: `INVALID_ARGUMENT` when the address cannot be used.
     """
-    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        links = []
+    async with AsyncExitStack() as stack:
         for verifier in dict.fromkeys(verifiers):
             channel = await stack.enter_async_context(connect(verifier, tls))
             link = VerifyLink(verifier, VerifyClient(channel), service.received, service.broken)
             service.links[verifier] = link
-            links.append(tasks.create_task(link.run()))
+            stack.push_async_callback(_end, asyncio.create_task(link.run()))
         service.start()
+        stack.callback(service.stop)
         server = await serve(DraftServicer(service, status), address, tls)
         ready(server.port)
         await stopping.wait()
         await server.drain()
         await service.drain(drain_s)
         await server.stop(1.0)
-        service.stop()
-        for link_task in links:
-            link_task.cancel()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -18,5 +18,7 @@ def to_block(start: int, features: Tensor) -> FeatureBlock:
 
 def from_block(block: FeatureBlock, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The features `[rows, width]` of a block, in the dtype of the head that reads them."""
-    flat = torch.frombuffer(bytearray(block.data), dtype=_DTYPES[block.dtype]) if block.rows else torch.empty(0)
+    flat = (
+        torch.frombuffer(bytearray(block.data), dtype=_DTYPES[block.dtype]) if block.rows else torch.empty(0)
+    )
     return flat.view(block.rows, block.width).to(device, dtype)

@@ -149,12 +149,13 @@ class Scheduler:
         patience = MAX_HOLD_S if self._arrival_s is None else HOLD_FACTOR * self._arrival_s
         seat.wanted[round] = now
         seat.wanted.pop(round - _ROUNDS_REMEMBERED, None)
-        seat.held_until = now + min(max(patience, MIN_HOLD_S), MAX_HOLD_S) / 2 ** min(seat.missed, _MOST_HALVINGS)
+        seat.held_until = now + min(max(patience, MIN_HOLD_S), MAX_HOLD_S) / 2 ** min(
+            seat.missed, _MOST_HALVINGS
+        )
 
     def patience(self, now: float) -> float:
-        """Seconds until something can happen by itself: a hold ends, a link clears, a parked seat expires."""
-        ends = [s.held_until for s in self._running if s.held_until > now and not s.proposal]
-        ends += [s.expires for s in self.seats.values() if s.link is None]
+        """Seconds until something can happen by itself: a hold ends, or a link is to be looked at again."""
+        ends = [s.held_until for s in self._running if s.held_until and not s.proposal and _open(s)]
         ends += [now + _CONGESTED_S for s in self._running if s.link and s.link.congested]
         return max(0.0, min(ends, default=math.inf) - now)
 
@@ -190,16 +191,22 @@ class Scheduler:
             self.counters["prefix_hit_tokens"] += verifier.pending(seat.id)[0] + 1 - lacking
 
     def _forest(self, now: float, room: _Room) -> tuple[dict[str, DraftTree], dict[str, tuple[int, ...]]]:
-        """Trees of the sessions that are ready, ranked into the tokens and shrunk into the pages there are."""
+        """Trees of the sessions that are ready, ranked into the tokens and fitted into the pages there are."""
+        verifier = self._verifier
+        for seat in [seat for seat in self._running if self._ready(seat, now)]:
+            if self._clear(seat, room):
+                room.pages -= verifier.pages_missing(seat.id, 1)  # Roots first: no tree costs another its root.
         ready = [seat for seat in self._running if self._ready(seat, now)]
         forest = [self._tree(seat) for seat in ready]
-        ranked = rank(forest, room.tokens - len(forest))
+        spare = room.tokens - len(forest)
+        prefill = sum(n for seat in self._running if _open(seat) and (n := verifier.lacking(seat.id)) > 1)
+        # Half of what the roots leave is for prefills: full trees must not keep new sessions from starting.
+        ranked = rank(forest, spare - min(prefill, -(-spare // 2)))
         trees: dict[str, DraftTree] = {}
         nodes: dict[str, tuple[int, ...]] = {}
         for seat, tree, kept in zip(ready, forest, ranked, strict=True):
-            fitting = self._fit(seat, len(kept), room)
-            if not fitting:
-                continue
+            room.pages += verifier.pages_missing(seat.id, 1)
+            fitting = self._take(seat, len(kept), room)
             if fitting < len(kept):
                 self.counters["shrunk_trees"] += 1
                 kept = rank([tree], fitting - 1)[0]
@@ -210,14 +217,15 @@ class Scheduler:
                 self.counters["missed_trees"] += 1
         return trees, nodes
 
-    def _fit(self, seat: Seat, rows: int, room: _Room) -> int:
-        """How many of these rows there are pages for; 0 when the session was preempted itself.
+    def _clear(self, seat: Seat, room: _Room) -> bool:
+        """See that there is a page for a session's next row: without one, the youngest sessions lose theirs.
 
-        Without a page for the first, the youngest sessions lose theirs; they stand behind in the step.
+        They stand behind it in the step, so nothing is taken from one that has its row. False when the
+        youngest is this one itself.
         """
         while seat in self._running and self._verifier.rows_within(seat.id, room.pages) < 1:
             self._preempt(self._running[-1], room)
-        return self._take(seat, rows, room) if seat in self._running else 0
+        return seat in self._running
 
     def _chunks(self, room: _Room, alone: bool) -> dict[str, int]:
         """Prefill chunks in what the trees leave; `alone` when there are none, and pages may be taken."""
@@ -229,8 +237,9 @@ class Scheduler:
             count = min(lacking, room.tokens)
             if lacking == 1 or not count:
                 continue
-            fit = self._fit if alone and not chunks else self._take
-            if count := fit(seat, count, room):
+            if alone and not chunks and not self._clear(seat, room):
+                continue
+            if count := self._take(seat, count, room):
                 chunks[seat.id] = count
                 room.tokens -= count
                 self.counters["chunked_prefills"] += count < lacking

@@ -80,9 +80,9 @@ class VerifyService:
         """Refuse new sessions and wait for the running ones; whether all of them finished in time."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while self._scheduler.seats and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._attended() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        return not self._scheduler.seats
+        return not self._attended()
 
     def stop(self) -> None:
         """End the thread after its present step."""
@@ -97,7 +97,7 @@ class VerifyService:
     def counters(self) -> dict[str, int]:
         """Since the start: trees verified, stale and missed, preemptions, prefix hits, and so on.
 
-        Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those beside the target's forward
+        Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those not in the target's forward
         (`forward_ns`) are what the model waits for Python; `loop_lag_ns` is the longest that the event loop
         was late, as it would be if it waited for the model.
         """
@@ -107,6 +107,10 @@ class VerifyService:
             "tokens_prefilled": verifier.tokens_prefilled,
             "loop_lag_ns": self.loop_lag_ns,
         }
+
+    def _attended(self) -> bool:
+        """Whether a session has a drafter; those that are parked have nobody to finish for."""
+        return any(seat.link for seat in list(self._scheduler.seats.values()))
 
     def _run(self) -> None:
         try:
@@ -159,7 +163,7 @@ class VerifyService:
         try:
             self._check(request)
             if seat := self._scheduler.seats.get(session.id):
-                self._end([seat], None)
+                self._end([seat], _stale(session.id, seat.request.epoch, epoch))
             self._scheduler.make_room()
             finished = self.verifier.admit(session)
         except WealdError as error:

@@ -66,7 +66,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._status = status
         self._links: set[StreamLink] = set()
 
-    async def Verify(  # noqa: N802
+    async def Verify(
         self,
         request_iterator: AsyncIterator[verify_pb2.VerifyRequest],
         context: grpc.aio.ServicerContext[verify_pb2.VerifyRequest, verify_pb2.VerifyResponse],
@@ -84,7 +84,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             self._links.discard(link)
             self._service.submit(link, None)
 
-    async def Status(  # noqa: N802
+    async def Status(
         self,
         request: verify_pb2.VerifyServiceStatusRequest,
         context: grpc.aio.ServicerContext[

@@ -1,7 +1,7 @@
 """The two services as their callers see them: plain values in, plain values and `WealdError` out."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 
 import grpc
@@ -23,7 +23,7 @@ class VerifyClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = verify_pb2_grpc.VerifyServiceStub(channel)
 
-    async def verify(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
+    async def verify(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Response, None]:
         """The responses to a stream of requests; close the iterator to end the stream early.
 
         Raises:
@@ -76,13 +76,13 @@ class DraftClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = draft_pb2_grpc.DraftServiceStub(channel)
 
-    async def generate(self, call: Call) -> AsyncIterator[Event]:
-        """The events of a generation; close the iterator to end it early.
+    async def generate(self, call: Call, within_s: float | None = None) -> AsyncGenerator[Event, None]:
+        """The events of a generation, within so many seconds; close the iterator to end it early.
 
         Raises:
-            WealdError: what the service aborted with, or `UNAVAILABLE`.
+            WealdError: what the service aborted with, `UNAVAILABLE`, or `DEADLINE_EXCEEDED`.
         """
-        stream = self._stub.Generate(convert.call_to_proto(call))
+        stream = self._stub.Generate(convert.call_to_proto(call), timeout=within_s)
         try:
             with calling():
                 async for message in stream:

@@ -307,18 +307,16 @@ def _outcomes(message: verify_pb2.Replies) -> Iterator[Outcome]:
 
 def _blocks(message: verify_pb2.Replies) -> list[FeatureBlock | None]:
     """The features of each reply."""
-    rows = list(message.feature_rows)
+    rows, data, width = list(message.feature_rows), message.feature_data, message.feature_width
     if not any(rows):
-        if message.feature_data:
-            raise invalid(f"{len(message.feature_data)} bytes of features belong to no reply")
+        if data:
+            raise invalid(f"{len(data)} bytes of features belong to no reply")
         return [None] * len(rows)
-    dtype, width = _known(DTYPES, message.feature_dtype, "feature dtype"), message.feature_width
-    _sized(message.feature_data, sum(rows), width, dtype)
+    dtype = _known(DTYPES, message.feature_dtype, "feature dtype")
+    _sized(data, sum(rows), width, dtype)
     row = width * ITEM_BYTES[dtype]
     return [
-        FeatureBlock(start, count, width, dtype, message.feature_data[(end - count) * row : end * row])
-        if count
-        else None
+        FeatureBlock(start, count, width, dtype, data[(end - count) * row : end * row]) if count else None
         for start, count, end in zip(message.feature_starts, rows, accumulate(rows), strict=True)
     ]
 
@@ -329,12 +327,14 @@ def _blocks(message: verify_pb2.Replies) -> list[FeatureBlock | None]:
 def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
     """Raises `WealdError(INVALID_ARGUMENT)` for a number, or a text, that has no form on the wire."""
     with _fitting():
-        draft = call.draft and draft_pb2.DraftConfig(
-            shape=SHAPES[call.draft.shape],
-            levels=call.draft.levels,
-            beam=call.draft.beam,
-            budget=call.draft.budget,
-        )
+        draft = None
+        if call.draft:
+            draft = draft_pb2.DraftConfig(
+                shape=SHAPES[call.draft.shape],
+                levels=call.draft.levels,
+                beam=call.draft.beam,
+                budget=call.draft.budget,
+            )
         return draft_pb2.GenerateRequest(
             session=call.session,
             tokens=call.prompt + call.output,
@@ -382,10 +382,7 @@ def event_to_proto(event: Event) -> draft_pb2.GenerateResponse:
                 verified=event.verified,
                 draft_ns=event.draft_ns,
                 verify_ns=event.verify_ns,
-                tree=tree
-                and session_pb2.DraftTree(
-                    tokens=tree.tokens, parents=tree.parents[1:], confidences=tree.confidences[1:]
-                ),
+                tree=_tree_to_proto(tree) if tree else None,
                 accepted=event.accepted,
                 finish=FINISHES[event.finish],
             )
@@ -428,6 +425,12 @@ def event_from_proto(message: draft_pb2.GenerateResponse) -> Event:
             return Finished(reason, *counts)
         case _:
             raise _nothing_known(message)
+
+
+def _tree_to_proto(tree: DraftTree) -> session_pb2.DraftTree:
+    return session_pb2.DraftTree(
+        tokens=tree.tokens, parents=tree.parents[1:], confidences=tree.confidences[1:]
+    )
 
 
 def _tree_from_proto(message: session_pb2.DraftTree) -> DraftTree:

@@ -82,10 +82,10 @@ def told(error: Exception) -> WealdError:
 
     Those others, and broken invariants, are logged with all their detail.
     """
-    known = isinstance(error, WealdError)
-    if not known or error.code is ErrorCode.INTERNAL:
-        log.error("%s", error, exc_info=error)
-    if known:
+    if isinstance(error, WealdError) and error.code is not ErrorCode.INTERNAL:
+        return error
+    log.error("%s", error, exc_info=error)
+    if isinstance(error, WealdError):
         return error
     return WealdError(ErrorCode.INTERNAL, "the service failed; its log has the reason")
 

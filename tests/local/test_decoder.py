@@ -215,7 +215,7 @@ def test_without_a_drafter_each_step_is_a_plain_one(target: Make, run: Make) -> 
     session = Session("a", (1, 2, 3), SamplingParams(max_tokens=6, ignore_eos=True), 5)
     first, *rest = run(target("llama"), [session]).steps
     assert first.tree is None
-    assert first.outcome.verified == 0
+    assert first.outcome.verified == 1
     assert [len(step.tree) for step in rest if step.tree] == [1] * 5
     assert all(step.outcome.verified == len(step.outcome.tokens) == 1 for step in rest)
     assert all(step.outcome.accepted == () for step in rest)

@@ -66,6 +66,19 @@ def test_a_cut_keeps_exactly_the_paths_that_are_short_enough(tree: DraftTree, de
     assert cut.confidences == tuple(tree.confidences[i] for i in kept)
 
 
+@given(tree=trees(), data=st.data())
+def test_a_tree_keeps_exactly_the_paths_it_is_told_with_their_tokens_and_confidences(
+    tree: DraftTree, data: st.DataObject
+) -> None:
+    chosen = data.draw(st.sets(st.integers(0, len(tree) - 1)))
+    nodes = sorted({0, *(j for i in chosen for j in (i, *tree.path(i)))})
+    kept = tree.keep(nodes)
+    assert paths(kept) == [paths(tree)[i] for i in nodes]
+    assert kept.tokens[0] == tree.tokens[0]
+    assert kept.confidences == tuple(tree.confidences[i] for i in nodes)
+    assert kept.values == tuple(tree.values[i] for i in nodes)
+
+
 def test_the_last_of_64_nodes_has_the_highest_bit_of_the_word() -> None:
     star = DraftTree(tuple(range(MAX_NODES)), (-1, *[0] * 63), (1.0,) * MAX_NODES)
     assert star.ancestors[63] == 2**63 + 1

@@ -177,10 +177,10 @@ def test_the_integrity_check_catches_a_leaked_page_and_one_with_two_owners(
     verifier.open(Session("other", (1, 2), ENDLESS, 0))
     mine, others = (verifier._sessions[id].pages for id in ("neighbour", "other"))
     page = mine.pop()
-    with pytest.raises(WealdError, match=rf"KV pages leaked: \[{page}\]; owned more than once: \[\]"):
+    with pytest.raises(WealdError, match=rf"KV pages leaked: \[{page}\]; miscounted: \[\]"):
         verifier.check()
     mine.append(others[0])
-    with pytest.raises(WealdError, match=rf"leaked: \[{page}\]; owned more than once: \[{others[0]}\]"):
+    with pytest.raises(WealdError, match=rf"leaked: \[{page}\]; miscounted: \[{others[0]}\]"):
         verifier.check()
     mine[-1] = page
     verifier.check()

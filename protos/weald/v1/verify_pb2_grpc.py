@@ -53,7 +53,7 @@ class VerifyServiceServicer:
 
     def Verify(self, request_iterator, context):
         """One stream per draft replica and verify replica; it carries all sessions between them. A stream that breaks
-        ends no session. An error that concerns one session is a Failure; only an unreadable message ends the stream.
+        ends no session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

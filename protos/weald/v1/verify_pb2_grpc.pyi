@@ -35,7 +35,7 @@ class VerifyServiceStub:
     def __new__(cls, channel: _aio.Channel) -> VerifyServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResponse]
     """One stream per draft replica and verify replica; it carries all sessions between them. A stream that breaks
-    ends no session. An error that concerns one session is a Failure; only an unreadable message ends the stream.
+    ends no session.
     """
     Status: _grpc.UnaryUnaryMultiCallable[_verify_pb2.VerifyServiceStatusRequest, _verify_pb2.VerifyServiceStatusResponse]
     """What this replica is and does."""
@@ -47,7 +47,7 @@ class VerifyServiceAsyncStub(VerifyServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_verify_pb2.VerifyRequest, _verify_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream per draft replica and verify replica; it carries all sessions between them. A stream that breaks
-    ends no session. An error that concerns one session is a Failure; only an unreadable message ends the stream.
+    ends no session.
     """
     Status: _aio.UnaryUnaryMultiCallable[_verify_pb2.VerifyServiceStatusRequest, _verify_pb2.VerifyServiceStatusResponse]  # type: ignore[assignment]
     """What this replica is and does."""
@@ -62,7 +62,7 @@ class VerifyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verify_pb2.VerifyResponse], _abc.AsyncIterator[_verify_pb2.VerifyResponse]]:
         """One stream per draft replica and verify replica; it carries all sessions between them. A stream that breaks
-        ends no session. An error that concerns one session is a Failure; only an unreadable message ends the stream.
+        ends no session.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,463 @@
+"""The draft service over a verify service of the same process: what callers hear, and what is left behind."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from services.draft.drafter import Drafter
+from services.draft.service import DraftService, RoundTimes
+from services.types.configuration import DraftConfig, TreeShape, VerifyLimits
+from services.types.errors import ErrorCode, WealdError
+from services.types.messages import (
+    Call,
+    Event,
+    Finished,
+    Load,
+    Request,
+    Response,
+    Round,
+    Started,
+)
+from services.types.sampling import SamplingParams
+from services.types.session import FinishReason, Session
+from services.types.tree import DraftTree
+from services.verify.service import VerifyService
+from services.verify.verifier import Verifier
+
+Make = Callable[..., Any]
+
+MARK = b"the target's"
+SMALL = {"vocab_size": 13}
+"""Of so few tokens the wide trees of a random head often hold the next ones."""
+TREES = DraftConfig(levels=3, beam=5, budget=30)
+
+
+class Wire:
+    """Both ends of a link within one process."""
+
+    def __init__(self, address: str, verifies: VerifyService, drafts: DraftService) -> None:
+        self.address = address
+        self.connected = True
+        self.congested = False
+        self.fingerprint = MARK
+        self._verifies, self._drafts = verifies, drafts
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, request: Request) -> None:
+        if self.connected:
+            self._verifies.submit(self, request)
+
+    def post(self, responses: Sequence[Response]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, responses)
+
+    def cut(self) -> None:
+        self.connected = False
+        self._verifies.submit(self, None)
+        self._drafts.broken(self, WealdError(ErrorCode.UNAVAILABLE, f"{self.address} is gone"))  # type: ignore[arg-type]
+
+    def _deliver(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            if self.connected:
+                self._drafts.received(self, response)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft service and its verify services."""
+
+    drafts: DraftService
+    verifies: Sequence[VerifyService]
+    wires: Sequence[Wire]
+
+    async def idle(self) -> None:
+        """Wait until no session is left anywhere; no page is lost then."""
+        async with asyncio.timeout(60):
+            pools = [self.drafts.drafter.pool, *(service.verifier.pool for service in self.verifies)]
+            while len(self.drafts) or any(pool.free_pages < pool.num_pages for pool in pools):
+                await asyncio.sleep(0.005)
+        self.drafts.drafter.check()
+        for service in self.verifies:
+            service.verifier.check()
+            assert service.load() == Load(0, 0, service.verifier.pool.num_pages)
+
+
+@asynccontextmanager
+async def serve(
+    target: Any,
+    drafter: Drafter,
+    *,
+    verifiers: int = 1,
+    max_num_seqs: int = 64,
+    observe: Callable[[RoundTimes], None] | None = None,
+) -> AsyncIterator[Pair]:
+    """Running services, which hold nothing when all is over."""
+    tasks = asyncio.all_tasks()
+    limits = VerifyLimits(expiry_s=0.1)
+    verifies = [
+        VerifyService(Verifier(target, num_pages=400, page_size=4), limits, MARK) for _ in range(verifiers)
+    ]
+    drafts = DraftService(drafter, MARK, max_num_seqs=max_num_seqs, observe=observe)
+    wires = [Wire(f"verify:{i}", service, drafts) for i, service in enumerate(verifies)]
+    drafts.links.update({wire.address: wire for wire in wires})  # type: ignore[misc]
+    for service in verifies:
+        service.start(lambda: None)
+    drafts.start()
+    try:
+        pair = Pair(drafts, verifies, wires)
+        yield pair
+        await pair.idle()
+        assert asyncio.all_tasks() == tasks
+    finally:
+        drafts.stop()
+        for service in verifies:
+            service.stop()
+
+
+async def listen(service: DraftService, call: Call, leave_after: int | None = None) -> list[Event]:
+    """The events of a generation, or so many of them."""
+    heard: list[Event] = []
+    async with aclosing(service.generate(call)) as events:  # type: ignore[type-var]
+        async for event in events:
+            heard.append(event)
+            if len(heard) == leave_after:
+                break
+    return heard
+
+
+def rounds(heard: Sequence[Event]) -> list[Round]:
+    return [event for event in heard if isinstance(event, Round)]
+
+
+def said(heard: Sequence[Event]) -> tuple[int, ...]:
+    return tuple(token for round in rounds(heard) for token in round.tokens)
+
+
+def session(id: str, prompt: int = 9, max_tokens: int = 30, **params: Any) -> Session:
+    rng = random.Random(id)
+    chosen = {"ignore_eos": True} | params
+    tokens = tuple(rng.randrange(13) for _ in range(prompt))
+    return Session(id, tokens, SamplingParams(max_tokens=max_tokens, **chosen), rng.getrandbits(64))
+
+
+def call(session: Session, **options: Any) -> Call:
+    params = replace(session.params, seed=session.seed)
+    return Call(session.id, session.prompt, session.output, params, **options)
+
+
+@pytest.fixture
+def drafter(target: Make, head: Make) -> Callable[..., Drafter]:
+    """`drafter(num_pages)` drafts for the small target."""
+
+    def drafter(num_pages: int = 400, kind: type[Drafter] = Drafter) -> Drafter:
+        return kind(head(target("llama", **SMALL), **SMALL), TREES, num_pages=num_pages, page_size=4)
+
+    return drafter
+
+
+@pytest.fixture
+def text(plain: Make) -> Callable[[Session], tuple[int, ...]]:
+    """What the target says."""
+    return lambda session: plain("llama", **SMALL).text(session)
+
+
+@pytest.fixture
+def small(target: Make) -> Any:
+    """The target."""
+    return target("llama", **SMALL)
+
+
+def test_callers_hear_what_the_target_says_round_by_round(small: Any, drafter: Make, text: Make) -> None:
+    rng = random.Random(1)
+    sessions = [
+        session(
+            str(i), rng.choice([1, 4, 5, 16, 40]), rng.randint(1, 40), temperature=i % 3 / 2, ignore_eos=i % 2 == 1
+        )
+        for i in range(18)
+    ]
+
+    async def scenario() -> tuple[list[list[Event]], dict[str, int], dict[str, int]]:
+        async with serve(small, drafter()) as pair:
+            calls = [call(s, speculative=i % 4 > 0) for i, s in enumerate(sessions)]
+            heard = await asyncio.gather(*(listen(pair.drafts, c) for c in calls))
+            return heard, pair.drafts.counters(), pair.verifies[0].counters()
+
+    heard, drafted, verified = asyncio.run(scenario())
+    for i, (s, events) in enumerate(zip(sessions, heard, strict=True)):
+        started, *middle, finished = events
+        assert started == Started(s.id, s.seed, 0, "verify:0")
+        assert said(events) == text(s)
+        at = len(s.prompt)
+        for round in middle:
+            assert isinstance(round, Round)
+            assert round.position == at
+            at += len(round.tokens)
+            assert round.finish is None or round is middle[-1]
+            assert 1 <= round.verified <= max(round.drafted, 1) <= (30 if i % 4 else 1)
+            assert round.tree is None
+        reason = middle[-1].finish
+        assert reason is (FinishReason.LENGTH if len(text(s)) == s.params.max_tokens else FinishReason.STOP)
+        assert finished == Finished(reason, len(s.prompt), len(text(s)), 0)
+    assert drafted["trees_drafted"] > 0
+    assert verified["trees_verified"] > 0
+    assert sum(len(said(events)) - len(rounds(events)) for events in heard) > 20
+
+
+def test_a_caller_who_wants_trees_sees_which_path_of_each_was_accepted(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    s = session("a")
+    config = DraftConfig(TreeShape.CHAIN, levels=2)
+
+    async def scenario() -> tuple[list[Event], list[Event]]:
+        async with serve(small, drafter()) as pair:
+            heard = await listen(pair.drafts, call(s, want_trees=True))
+            return heard, await listen(pair.drafts, call(s, want_trees=True, draft=config))
+
+    wide, chain = asyncio.run(scenario())
+    accepted = 0
+    for heard in (wide, chain):
+        assert said(heard) == text(s)
+        pending = None
+        for round in rounds(heard):
+            if tree := round.tree:
+                assert (len(tree), tree.tokens[0]) == (round.drafted, pending)
+                assert round.accepted == (tree.path(round.accepted[-1]) if round.accepted else ())
+                path = tuple(tree.tokens[node] for node in round.accepted)
+                assert round.tokens[: len(path)] == path
+                accepted += len(path)
+            pending = round.tokens[-1]
+    assert accepted > 0
+    assert max(len(round.tree) for round in rounds(wide) if round.tree) == 30
+    assert {round.tree.parents for round in rounds(chain) if round.tree} == {(-1, 0, 1)}
+
+
+def test_where_the_pages_of_the_head_run_out_sessions_go_on_by_plain_steps(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    sessions = [session(str(i), 12, 40) for i in range(8)]
+
+    async def scenario() -> tuple[list[list[Event]], dict[str, int], dict[str, int]]:
+        async with serve(small, drafter(num_pages=40)) as pair:
+            heard = await asyncio.gather(*(listen(pair.drafts, call(s)) for s in sessions))
+            return heard, pair.drafts.counters(), pair.verifies[0].counters()
+
+    heard, drafted, verified = asyncio.run(scenario())
+    assert [said(events) for events in heard] == [text(s) for s in sessions]
+    assert 0 < drafted["retired_sessions"] < 8
+    assert verified["trees_verified"] > 0
+    assert verified["plain_steps"] > 8
+
+
+def test_a_seed_that_is_drawn_is_told_and_gives_the_same_text_again(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    s = session("a")
+    unseeded = replace(call(s), params=s.params)
+
+    async def scenario() -> list[list[Event]]:
+        async with serve(small, drafter()) as pair:
+            return [await listen(pair.drafts, unseeded) for _ in range(2)]
+
+    first, second = asyncio.run(scenario())
+    seeds = [heard[0].seed for heard in (first, second) if isinstance(heard[0], Started)]
+    assert seeds[0] != seeds[1]
+    for seed, heard in zip(seeds, (first, second), strict=True):
+        assert said(heard) == text(replace(s, seed=seed))
+
+
+def test_a_call_goes_on_behind_what_was_delivered_elsewhere(small: Any, drafter: Make, text: Make) -> None:
+    s = session("a", presence_penalty=0.8)
+    whole = text(s)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            for count in (1, 14, 29):
+                heard = await listen(pair.drafts, call(replace(s, output=whole[:count])))
+                assert said(heard) == whole[count:]
+                assert rounds(heard)[0].position == 9 + count
+                finished = heard[-1]
+                assert isinstance(finished, Finished)
+                assert (finished.prompt_tokens, finished.output_tokens) == (9, 30)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_leaves_leaves_nothing_behind(small: Any, drafter: Make, text: Make) -> None:
+    rng = random.Random(2)
+
+    async def one(service: DraftService, s: Session) -> None:
+        listening = asyncio.create_task(listen(service, call(s), leave_after=rng.choice([None, 1, 2, 5])))
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.random() * 0.05)
+            listening.cancel()
+        try:
+            heard = await listening
+        except asyncio.CancelledError:
+            return
+        assert said(heard) == text(s)[: len(said(heard))]
+
+    async def scenario() -> None:
+        kinds = [session(str(i), i + 1, 8 + i) for i in range(10)]
+        async with serve(small, drafter(), verifiers=2) as pair:
+            crowd = (one(pair.drafts, replace(rng.choice(kinds), id=f"crowd {i}")) for i in range(60))
+            await asyncio.gather(*crowd)
+
+    asyncio.run(scenario())
+
+
+def test_the_next_turn_of_a_chat_takes_its_prefix_from_both_caches(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    first = session("first", 21, 30)
+    prompt = (*first.prompt, *text(first), 1, 2, 3, 4, 5)
+    second = replace(session("second", max_tokens=12), prompt=prompt)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            await listen(pair.drafts, call(first))
+            await pair.idle()
+            before, told = pair.verifies[0].counters(), pair.drafts.counters()
+            started, *heard = await listen(pair.drafts, call(second))
+            assert said(heard) == text(second)
+            after, since = pair.verifies[0].counters(), pair.drafts.counters()
+            # 50 of the first session's 51 tokens were computed, in 12 full pages.
+            assert after["tokens_prefilled"] - before["tokens_prefilled"] == 56 - 48
+            assert isinstance(started, Started)
+            assert started.cached_tokens >= 40
+            new = 56 + 12 - started.cached_tokens
+            assert 0 < since["tokens_forwarded"] - told["tokens_forwarded"] < new
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_served_is_refused_and_neighbours_go_on(small: Any, drafter: Make, text: Make) -> None:
+    neighbour = session("neighbour", max_tokens=200)
+    bad = {
+        "neighbour": (call(neighbour), ErrorCode.ALREADY_EXISTS),
+        "empty": (Call("bad", (), (), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
+        "token": (Call("bad", (1, 13), (), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
+        "output token": (Call("bad", (1,), (-1,), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
+        "bias": (Call("bad", (1,), (), SamplingParams(logit_bias={99: 1.0})), ErrorCode.INVALID_ARGUMENT),
+        "length": (Call("bad", (1,) * 256, (), SamplingParams()), ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    }
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), max_num_seqs=2) as pair:
+            listening = asyncio.create_task(listen(pair.drafts, call(neighbour)))
+            await asyncio.sleep(0)
+            for name, (refused, code) in bad.items():
+                with pytest.raises(WealdError) as told:
+                    await listen(pair.drafts, refused)
+                assert told.value.code is code, name
+            other = asyncio.create_task(listen(pair.drafts, call(session("other", max_tokens=200))))
+            await asyncio.sleep(0)
+            with pytest.raises(WealdError, match="2 sessions are drafted here already; retry") as told:
+                await listen(pair.drafts, call(session("third")))
+            assert told.value.code is ErrorCode.RESOURCE_EXHAUSTED
+            assert told.value.retry_after_s == 1.0
+            assert said(await listening) == text(neighbour)
+            await other
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_is_gone_ends_its_own_sessions_and_new_ones_go_elsewhere(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    sessions = [session(str(i), max_tokens=200) for i in range(8)]
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), verifiers=2) as pair:
+            listening = [asyncio.create_task(listen(pair.drafts, call(s))) for s in sessions]
+            await asyncio.sleep(0.02)
+            pair.wires[0].cut()
+            ends = await asyncio.gather(*listening, return_exceptions=True)
+            gone = [end for end in ends if isinstance(end, WealdError)]
+            assert 0 < len(gone) < 8
+            assert {end.code for end in gone} == {ErrorCode.UNAVAILABLE}
+            for s, end in zip(sessions, ends, strict=True):
+                assert isinstance(end, WealdError) or said(end) == text(s)
+            again = await asyncio.gather(*(listen(pair.drafts, call(s)) for s in sessions))
+            assert [said(heard) for heard in again] == [text(s) for s in sessions]
+            pair.wires[1].cut()
+            with pytest.raises(WealdError, match="no verify replica is connected"):
+                await listen(pair.drafts, call(sessions[0]))
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_of_another_target_gets_no_sessions(small: Any, drafter: Make) -> None:
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            pair.wires[0].fingerprint = b"another one's"
+            with pytest.raises(WealdError, match="serves another target than this head") as told:
+                await listen(pair.drafts, call(session("a")))
+            assert told.value.code is ErrorCode.INCOMPATIBLE_CHECKPOINT
+
+    asyncio.run(scenario())
+
+
+def test_draining_lets_sessions_finish_and_refuses_new_ones(small: Any, drafter: Make, text: Make) -> None:
+    s = session("a", max_tokens=200)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            listening = asyncio.create_task(listen(pair.drafts, call(s)))
+            await asyncio.sleep(0)
+            assert await pair.drafts.drain(0.0) is False
+            with pytest.raises(WealdError, match="shutting down; ask another one") as told:
+                await listen(pair.drafts, call(session("late")))
+            assert told.value.code is ErrorCode.UNAVAILABLE
+            assert await pair.drafts.drain(60.0) is True
+            assert said(await listening) == text(s)
+
+    asyncio.run(scenario())
+
+
+class Failing(Drafter):
+    """A drafter that fails when it is told to."""
+
+    fails = False
+
+    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+        if self.fails:
+            raise MemoryError("out of memory")
+        return super().propose(ids)
+
+
+def test_a_drafter_that_fails_ends_sessions_with_an_error_and_serves_the_next(
+    small: Any, drafter: Make, text: Make
+) -> None:
+    failing, s = drafter(kind=Failing), session("a")
+
+    async def scenario() -> None:
+        async with serve(small, failing) as pair:
+            failing.fails = True
+            plain = asyncio.create_task(listen(pair.drafts, call(session("plain"), speculative=False)))
+            with pytest.raises(WealdError, match="drafting failed; the log") as told:
+                await listen(pair.drafts, call(s))
+            assert told.value.code is ErrorCode.INTERNAL
+            failing.fails = False
+            assert said(await listen(pair.drafts, call(s))) == text(s)
+            assert said(await plain) == text(session("plain"))
+
+    asyncio.run(scenario())
+
+
+def test_the_parts_of_every_round_with_a_tree_are_told(small: Any, drafter: Make) -> None:
+    seen: list[RoundTimes] = []
+
+    async def scenario() -> list[Event]:
+        async with serve(small, drafter(), observe=seen.append) as pair:
+            return await listen(pair.drafts, call(session("a")))
+
+    heard = asyncio.run(scenario())
+    assert len(seen) == sum(round.verified > 1 for round in rounds(heard))
+    for times in seen:
+        step = times.step.forward + times.step.accept + times.step.commit
+        assert 0 < step <= times.turnaround <= times.flight < times.flight + times.draft <= times.wall
