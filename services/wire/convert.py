@@ -57,7 +57,9 @@ DTYPES = {
     "bfloat16": session_pb2.FEATURE_DTYPE_BFLOAT16,
 }
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-CODES = {code: session_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
+CODES: dict[ErrorCode, session_pb2.ErrorCode] = {
+    code: getattr(session_pb2, f"ERROR_CODE_{code.name}") for code in ErrorCode
+}
 PRESENT = tuple(f.name for f in session_pb2.SamplingParams.DESCRIPTOR.fields if f.has_presence)
 """Sampling parameters that have a default when absent; they have the same names on both sides."""
 

@@ -383,7 +383,7 @@ def test_a_port_that_is_taken_is_told(workers: Workers) -> None:
     [
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}, (1, 3)),
         ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}, (1, 2, 4, 8)),
-        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 32}, (1, 2, 4)),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 32}, (1, 2, 4)),
         ("gpt_neox", {"num_attention_heads": 6, "hidden_size": 96}, (1, 2, 3, 6)),
         ("gpt2", {}, (1,)),
         ("mamba", {}, (1,)),
