@@ -90,7 +90,8 @@ async def _measure(
     rounds: int,
 ) -> dict[str, list[dict[str, Any]]]:
     with replica(program=INSTANT) as far:
-        wire = [await _wire(name, *far.address.split(","), rounds) for name in WIDTHS]
+        instant, raw = far.address.split(",")
+        wire = [await _wire(name, instant, raw, rounds) for name in WIDTHS]
         with replica(
             "verify", "--model", model, "--dtype", str(dtype).removeprefix("torch."), "--port", 0
         ) as verifier:
@@ -264,7 +265,7 @@ async def serve_instantly() -> None:
     replies = await serve(VerifyServicer(_Instant(), status), "127.0.0.1:0")
     raw = grpc.aio.server(options=OPTIONS)
     service, method = ECHO.strip("/").split("/")
-    handler = grpc.stream_stream_rpc_method_handler(echo)
+    handler: Any = grpc.stream_stream_rpc_method_handler(echo)
     raw.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     port = raw.add_insecure_port("127.0.0.1:0")
     await raw.start()

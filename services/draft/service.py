@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,7 +136,7 @@ class DraftService:
         self._inbox.put(None)
         self._thread.join()
 
-    async def generate(self, call: Call) -> AsyncIterator[Event]:
+    async def generate(self, call: Call) -> AsyncGenerator[Event, None]:
         """Serve one call; leaving the iterator early frees what it held, here and at the verifier.
 
         Raises:

@@ -229,6 +229,6 @@ def fingerprint(directory: Path) -> bytes:
         digest.update(tokenizer.read_bytes())
     embedding, lm_head = read_embeddings(directory, None, torch.device("cpu"))
     for tensor in (embedding,) if lm_head is embedding else (embedding, lm_head):
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     digest.update(f"final norm {embedding.shape[1]}".encode())
     return digest.digest()

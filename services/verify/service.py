@@ -57,7 +57,7 @@ class VerifyService:
         self._beat = 0.0
         self._draining = False
         self._stopped = threading.Event()
-        self._ended: Callable[[], None] = lambda: None
+        self._ended: Callable[[], object] = lambda: None
         pool = verifier.pool
         needed = -(-verifier.max_model_len // pool.page_size)
         if pool.num_pages < needed:
@@ -67,7 +67,7 @@ class VerifyService:
                 f"{verifier.max_model_len}; give --kv-cache-memory more, or lower --max-model-len",
             )
 
-    def start(self, ended: Callable[[], None]) -> None:
+    def start(self, ended: Callable[[], object]) -> None:
         """Begin serving; `ended` is called, in the service's thread, when it ends by itself."""
         self._ended = ended
         self._thread.start()

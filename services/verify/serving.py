@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -85,7 +86,7 @@ async def run(
     servicer = VerifyServicer(service, status)
     server = await serve(servicer, address, tls)
     watching = asyncio.create_task(_watch(service))
-    service.start(lambda: loop.call_soon_threadsafe(stopping.set))
+    service.start(partial(loop.call_soon_threadsafe, stopping.set))
     ready(server.port)
     await stopping.wait()
     watching.cancel()

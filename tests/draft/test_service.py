@@ -11,6 +11,7 @@ import pytest
 
 from services.draft.drafter import Drafter
 from services.draft.service import DraftService, RoundTimes
+from services.engine.target import Target
 from services.types.configuration import DraftConfig, TreeShape, VerifyLimits
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import (
@@ -88,7 +89,7 @@ class Pair:
 
 @asynccontextmanager
 async def serve(
-    target: Any,
+    target: Callable[[], Target],
     drafter: Drafter,
     *,
     verifiers: int = 1,
@@ -99,7 +100,7 @@ async def serve(
     tasks = asyncio.all_tasks()
     limits = VerifyLimits(expiry_s=0.1)
     verifies = [
-        VerifyService(Verifier(target, num_pages=400, page_size=4), limits, MARK) for _ in range(verifiers)
+        VerifyService(Verifier(target(), num_pages=400, page_size=4), limits, MARK) for _ in range(verifiers)
     ]
     drafts = DraftService(drafter, MARK, max_num_seqs=max_num_seqs, observe=observe)
     wires = [Wire(f"verify:{i}", service, drafts) for i, service in enumerate(verifies)]
@@ -166,16 +167,20 @@ def text(plain: Make) -> Callable[[Session], tuple[int, ...]]:
 
 
 @pytest.fixture
-def small(target: Make) -> Any:
-    """The target."""
-    return target("llama", **SMALL)
+def small(model: Make) -> Callable[[], Target]:
+    """`small()` is a target of its own for each verifier, as each of them has a thread."""
+    return lambda: Target(model("llama", **SMALL))
 
 
-def test_callers_hear_what_the_target_says_round_by_round(small: Any, drafter: Make, text: Make) -> None:
+def test_callers_hear_what_the_target_says_round_by_round(small: Make, drafter: Make, text: Make) -> None:
     rng = random.Random(1)
     sessions = [
         session(
-            str(i), rng.choice([1, 4, 5, 16, 40]), rng.randint(1, 40), temperature=i % 3 / 2, ignore_eos=i % 2 == 1
+            str(i),
+            rng.choice([1, 4, 5, 16, 40]),
+            rng.randint(1, 40),
+            temperature=i % 3 / 2,
+            ignore_eos=i % 2 == 1,
         )
         for i in range(18)
     ]
@@ -208,7 +213,7 @@ def test_callers_hear_what_the_target_says_round_by_round(small: Any, drafter: M
 
 
 def test_a_caller_who_wants_trees_sees_which_path_of_each_was_accepted(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
     s = session("a")
     config = DraftConfig(TreeShape.CHAIN, levels=2)
@@ -237,7 +242,7 @@ def test_a_caller_who_wants_trees_sees_which_path_of_each_was_accepted(
 
 
 def test_where_the_pages_of_the_head_run_out_sessions_go_on_by_plain_steps(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
     sessions = [session(str(i), 12, 40) for i in range(8)]
 
@@ -254,7 +259,7 @@ def test_where_the_pages_of_the_head_run_out_sessions_go_on_by_plain_steps(
 
 
 def test_a_seed_that_is_drawn_is_told_and_gives_the_same_text_again(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
     s = session("a")
     unseeded = replace(call(s), params=s.params)
@@ -270,7 +275,7 @@ def test_a_seed_that_is_drawn_is_told_and_gives_the_same_text_again(
         assert said(heard) == text(replace(s, seed=seed))
 
 
-def test_a_call_goes_on_behind_what_was_delivered_elsewhere(small: Any, drafter: Make, text: Make) -> None:
+def test_a_call_goes_on_behind_what_was_delivered_elsewhere(small: Make, drafter: Make, text: Make) -> None:
     s = session("a", presence_penalty=0.8)
     whole = text(s)
 
@@ -287,7 +292,7 @@ def test_a_call_goes_on_behind_what_was_delivered_elsewhere(small: Any, drafter:
     asyncio.run(scenario())
 
 
-def test_whoever_leaves_leaves_nothing_behind(small: Any, drafter: Make, text: Make) -> None:
+def test_whoever_leaves_leaves_nothing_behind(small: Make, drafter: Make, text: Make) -> None:
     rng = random.Random(2)
 
     async def one(service: DraftService, s: Session) -> None:
@@ -311,7 +316,7 @@ def test_whoever_leaves_leaves_nothing_behind(small: Any, drafter: Make, text: M
 
 
 def test_the_next_turn_of_a_chat_takes_its_prefix_from_both_caches(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
     first = session("first", 21, 30)
     prompt = (*first.prompt, *text(first), 1, 2, 3, 4, 5)
@@ -335,8 +340,10 @@ def test_the_next_turn_of_a_chat_takes_its_prefix_from_both_caches(
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_served_is_refused_and_neighbours_go_on(small: Any, drafter: Make, text: Make) -> None:
-    neighbour = session("neighbour", max_tokens=200)
+def test_what_cannot_be_served_is_refused_and_neighbours_go_on(
+    small: Make, drafter: Make, text: Make
+) -> None:
+    neighbour = session("neighbour", max_tokens=100)
     bad = {
         "neighbour": (call(neighbour), ErrorCode.ALREADY_EXISTS),
         "empty": (Call("bad", (), (), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
@@ -354,7 +361,7 @@ def test_what_cannot_be_served_is_refused_and_neighbours_go_on(small: Any, draft
                 with pytest.raises(WealdError) as told:
                     await listen(pair.drafts, refused)
                 assert told.value.code is code, name
-            other = asyncio.create_task(listen(pair.drafts, call(session("other", max_tokens=200))))
+            other = asyncio.create_task(listen(pair.drafts, call(session("other", max_tokens=100))))
             await asyncio.sleep(0)
             with pytest.raises(WealdError, match="2 sessions are drafted here already; retry") as told:
                 await listen(pair.drafts, call(session("third")))
@@ -367,9 +374,9 @@ def test_what_cannot_be_served_is_refused_and_neighbours_go_on(small: Any, draft
 
 
 def test_a_replica_that_is_gone_ends_its_own_sessions_and_new_ones_go_elsewhere(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
-    sessions = [session(str(i), max_tokens=200) for i in range(8)]
+    sessions = [session(str(i), max_tokens=80) for i in range(8)]
 
     async def scenario() -> None:
         async with serve(small, drafter(), verifiers=2) as pair:
@@ -391,7 +398,7 @@ def test_a_replica_that_is_gone_ends_its_own_sessions_and_new_ones_go_elsewhere(
     asyncio.run(scenario())
 
 
-def test_a_replica_of_another_target_gets_no_sessions(small: Any, drafter: Make) -> None:
+def test_a_replica_of_another_target_gets_no_sessions(small: Make, drafter: Make) -> None:
     async def scenario() -> None:
         async with serve(small, drafter()) as pair:
             pair.wires[0].fingerprint = b"another one's"
@@ -402,8 +409,8 @@ def test_a_replica_of_another_target_gets_no_sessions(small: Any, drafter: Make)
     asyncio.run(scenario())
 
 
-def test_draining_lets_sessions_finish_and_refuses_new_ones(small: Any, drafter: Make, text: Make) -> None:
-    s = session("a", max_tokens=200)
+def test_draining_lets_sessions_finish_and_refuses_new_ones(small: Make, drafter: Make, text: Make) -> None:
+    s = session("a", max_tokens=100)
 
     async def scenario() -> None:
         async with serve(small, drafter()) as pair:
@@ -431,7 +438,7 @@ class Failing(Drafter):
 
 
 def test_a_drafter_that_fails_ends_sessions_with_an_error_and_serves_the_next(
-    small: Any, drafter: Make, text: Make
+    small: Make, drafter: Make, text: Make
 ) -> None:
     failing, s = drafter(kind=Failing), session("a")
 
@@ -449,7 +456,7 @@ def test_a_drafter_that_fails_ends_sessions_with_an_error_and_serves_the_next(
     asyncio.run(scenario())
 
 
-def test_the_parts_of_every_round_with_a_tree_are_told(small: Any, drafter: Make) -> None:
+def test_the_parts_of_every_round_with_a_tree_are_told(small: Make, drafter: Make) -> None:
     seen: list[RoundTimes] = []
 
     async def scenario() -> list[Event]:

@@ -101,8 +101,9 @@ class Workers:
 
     def kill(self, number: int) -> None:
         """End a process as the kernel would."""
-        self.processes[number].kill()
-        self.processes[number].wait()
+        process = self.processes[number]
+        process.kill()
+        process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
         paths = os.pathsep.join(path for path in sys.path if path)

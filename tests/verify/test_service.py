@@ -345,6 +345,7 @@ def test_draining_lets_sessions_finish_refuses_new_ones_and_waits_for_no_parked_
         far, gone, late = Far(service), Far(service), Far(service)
         gone.congested = True
         gone.say(opening(session("parked")))
+        wait_for(lambda: service.load().running == 1)
         gone.say(None)
         far.say(opening(s))
         first = far.reply().outcome.tokens
