@@ -1,0 +1,81 @@
+"""The benchmarks that start replicas: what they write is what their tables show."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.bench.link import WIDTHS, bench_link
+from services.bench.load import bench_load
+from services.bench.questions import PROMPTS, some_prompts
+from services.bench.turns import bench_turns
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table has to cut its cells."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_the_link_is_measured_in_real_rounds_and_alone_beside_an_echo_of_the_same_sizes(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = torch.device("cpu")
+    file = tmp_path / "link.json"
+    bench_link(str(checkpoints.target), str(checkpoints.head), torch.float64, device, ["abc"], 24, 20, file)
+    record = json.loads(file.read_text())
+    parts = {row["part"]: row for row in record["rounds"]}
+    assert parts["link"]["count"] > 0
+    assert 0 < parts["link"]["p50"] < parts["wall"]["p50"]
+    assert parts["target"]["p50"] + parts["draft"]["p50"] < parts["wall"]["p99"]
+    assert [row["payload"] for row in record["wire"]] == list(WIDTHS)
+    for row, (width, dtype) in zip(record["wire"], WIDTHS.values(), strict=True):
+        assert row["bytes_down"] > 4 * width * dtype.itemsize
+        assert row["ratio_p50"] == pytest.approx(row["link_p50"] / row["echo_p50"])
+    assert "70B" in capsys.readouterr().out
+
+
+def test_the_load_is_the_same_text_in_both_modes_and_the_json_says_what_the_table_shows(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "load.json"
+    target, head = str(checkpoints.target), str(checkpoints.head)
+    bench_load(target, head, "float64", 16, [1, 3], ["abc", "dea.", "fgh"], 12, 1, file)
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["sessions"], row["mode"]) for row in rows] == [
+        (sessions, mode) for sessions in (1, 3) for mode in ("plain", "speculative")
+    ]
+    for row in rows:
+        assert row["identical"] == row["answers"] == row["sessions"]
+        assert (row["tau"] is None) == (row["mode"] == "plain")
+        assert row["tokens_per_s"] > 0
+        assert row["ratio"] > 0
+    assert "speculative" in capsys.readouterr().out
+
+
+def test_a_second_turn_computes_only_what_is_new_at_both_services(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.bench.turns.STORY", "abcdefghij" * 3)
+    monkeypatch.setattr("services.bench.turns.SECOND", "abc")
+    file = tmp_path / "turns.json"
+    bench_turns(str(checkpoints.target), str(checkpoints.head), "float64", 120, 8, file)
+    first, second = json.loads(file.read_text())["rows"]
+    assert first["prefilled_by_the_target"] == first["prompt"]
+    assert second["known_from_turn_1"] > 100
+    # Whole pages of 16 are found again, and the newest token of a hit is computed anew.
+    new = second["prompt"] - second["known_from_turn_1"]
+    assert second["prefilled_by_the_target"] <= new + 16
+    assert second["extended_by_the_head"] <= new + 16 + second["output"]
+
+
+def test_prompts_come_from_all_question_sets_alike_or_from_a_few_of_our_own(tmp_path: Path) -> None:
+    for task in ("alpha", "beta"):
+        lines = [json.dumps({"turns": [f"{task} {i}"]}) for i in range(3)]
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
+    assert some_prompts(tmp_path, 4) == ["alpha 0", "beta 0", "alpha 1", "beta 1"]
+    assert some_prompts(None, 6) == [*PROMPTS, *PROMPTS[:2]]
