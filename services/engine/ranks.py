@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import TCPStore
 from transformers.configuration_utils import PretrainedConfig
 
 from services.engine.attention import Batch, Segment
@@ -104,7 +105,7 @@ class Ranks:
         try:
             dist.init_process_group(
                 "nccl" if accelerated else "gloo",
-                store=dist.TCPStore(address, port, size, is_master=rank == 0, timeout=_START),
+                store=TCPStore(address, port, size, is_master=rank == 0, timeout=_START),
                 rank=rank,
                 world_size=size,
                 timeout=_START,
@@ -115,8 +116,8 @@ class Ranks:
             raise WealdError(
                 ErrorCode.UNAVAILABLE,
                 f"rank {rank} of {size} did not meet the others at {address}, port {port}: "
-                f"{_first_line(error)}; give all the same address, port and size, and see that rank 0 can listen "
-                "there and be reached",
+                f"{_first_line(error)}; give all the same address, port and size, and see that rank 0 can "
+                "listen there and be reached",
             ) from error
         assert isinstance(control, dist.ProcessGroup)
         return cls(rank, size, device, control, timeout)
@@ -183,7 +184,7 @@ class Ranks:
             payload = torch.empty(sum(sizes), dtype=torch.long)
             if sum(sizes):
                 dist.broadcast(payload, 0, self._control)
-        return _OPS[op], list(payload.split(sizes[:count]))
+        return _OPS[op], list(torch.split(payload, sizes[:count]))
 
     def share(self, width: int) -> slice:
         """This rank's columns of a plane of `width`."""
@@ -300,9 +301,9 @@ def unpack(columns: list[Tensor], cache: "PagedCache", device: torch.device) -> 
     segments = [
         Segment(s, p, v.view(-1, p.numel()))
         for s, p, v in zip(
-            _from_runs(firsts, lengths).to(device).split(slots.tolist()),
-            positions.to(device).split(windows.tolist()),
-            _from_words(visible, sum(bits)).to(device).split(bits),
+            torch.split(_from_runs(firsts, lengths).to(device), slots.tolist()),
+            torch.split(positions.to(device), windows.tolist()),
+            torch.split(_from_words(visible, sum(bits)).to(device), bits),
             strict=True,
         )
     ]
@@ -364,8 +365,9 @@ def _undivided(config: PretrainedConfig, size: int) -> str | None:
 def _segments(batch: Batch) -> list[Segment]:
     """The segments of a batch in the order of their rows."""
     segments = [segment for group in batch.groups for segment in group.segments]
-    rows = torch.cat([group.scatter for group in batch.groups]).cpu().split([s.rows for s in segments])
-    return [segments[i] for i in sorted(range(len(segments)), key=lambda i: int(rows[i][0]))]
+    rows = torch.cat([group.scatter for group in batch.groups]).cpu()
+    first = torch.split(rows, [s.rows for s in segments])
+    return [segments[i] for i in sorted(range(len(segments)), key=lambda i: int(first[i][0]))]
 
 
 def _to_runs(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -191,11 +191,12 @@ class Scheduler:
             self.counters["prefix_hit_tokens"] += verifier.pending(seat.id)[0] + 1 - lacking
 
     def _forest(self, now: float, room: _Room) -> tuple[dict[str, DraftTree], dict[str, tuple[int, ...]]]:
-        """Trees of the sessions that are ready, ranked into the tokens and fitted into the pages there are."""
+        """Trees of the sessions that are ready, ranked and fitted into the tokens and pages there are."""
         verifier = self._verifier
         for seat in [seat for seat in self._running if self._ready(seat, now)]:
             if self._clear(seat, room):
-                room.pages -= verifier.pages_missing(seat.id, 1)  # Roots first: no tree costs another its root.
+                # Roots first: no tree costs another its root.
+                room.pages -= verifier.pages_missing(seat.id, 1)
         ready = [seat for seat in self._running if self._ready(seat, now)]
         forest = [self._tree(seat) for seat in ready]
         spare = room.tokens - len(forest)

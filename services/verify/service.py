@@ -97,9 +97,9 @@ class VerifyService:
     def counters(self) -> dict[str, int]:
         """Since the start: trees verified, stale and missed, preemptions, prefix hits, and so on.
 
-        Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those not in the target's forward
-        (`forward_ns`) are what the model waits for Python; `loop_lag_ns` is the longest that the event loop
-        was late, as it would be if it waited for the model.
+        Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those not in the target's
+        forward (`forward_ns`) are what the model waits for Python; `loop_lag_ns` is the longest that the
+        event loop was late, as it would be if it waited for the model.
         """
         verifier = self.verifier
         return dict(self._scheduler.counters) | {

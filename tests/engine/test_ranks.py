@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """Tied and not, with biases, with norms of each head and of all heads; 61 tokens do not divide."""
 
 WORKER = """
-import json, sys, time
+import json, sys
 from pathlib import Path
 import torch
 from services.engine.attention import Batch, causal_segment
@@ -49,106 +49,122 @@ from services.engine.target import Target
 from services.types.errors import WealdError
 
 torch.set_num_threads(1)
-cpu = torch.device("cpu")
+cpu, zero = torch.device("cpu"), torch.tensor([0])
 for line in sys.stdin:
     job = json.loads(line)
     try:
         ranks = Ranks.join(job["rank"], job["size"], "127.0.0.1", job["port"], cpu, job["timeout_s"])
         target = Target.load(Path(job["directory"]), getattr(torch, job["dtype"]), cpu, ranks)
-        if ranks.rank == 0:
-            zero = torch.tensor([0])
-            while True:
+        print("ready", flush=True)
+        while ranks.rank == 0:
+            target.beat()
+            if job["steps"]:
                 target.forward(zero, Batch([causal_segment(zero, 1)], ranks.cache), zero)
-                print("leads", flush=True)
-                time.sleep(job["pause_s"])
         follow(target)
         torch.save(ranks.cache._kv, job["kept"])
         print("stopped", flush=True)
     except WealdError as error:
-        ranks.stop()
         print(f"{error.code}: {error.message}", flush=True)
+        if error.code == "unavailable":
+            break
+        ranks.stop()
 """
 
 
 @dataclass
 class Workers:
-    """Processes that take one job after another; those that were killed are replaced when needed."""
+    """Processes that take one job after another; for one that has ended there is another."""
 
     directory: Path
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
 
-    def take(self, number: int, **job: Any) -> subprocess.Popen[str]:
-        """Give a job to a process."""
-        while len(self.processes) <= number:
-            self.processes.append(self._start())
-        if self.processes[number].poll() is not None:
-            self.processes[number] = self._start()
-        process = self.processes[number]
-        assert process.stdin
-        process.stdin.write(json.dumps(job | {"kept": str(self.kept(number))}) + "\n")
-        process.stdin.flush()
-        return process
+    def take(
+        self,
+        directory: Path,
+        ranks: Iterable[int],
+        size: int,
+        *,
+        dtype: str = "float64",
+        timeout_s: float = 3600.0,
+        steps: bool = False,
+    ) -> int:
+        """Let these ranks of a new group load a target and then do their part; gives the group's port."""
+        port = free_port()
+        for rank in ranks:
+            job = {
+                "rank": rank,
+                "size": size,
+                "port": port,
+                "directory": str(directory),
+                "dtype": dtype,
+                "timeout_s": timeout_s,
+                "steps": steps,
+                "kept": str(self.kept(rank)),
+            }
+            stdin = self._process(rank).stdin
+            assert stdin
+            stdin.write(json.dumps(job) + "\n")
+            stdin.flush()
+        return port
 
-    def said(self, number: int) -> str:
-        """The next line of a process."""
-        stdout = self.processes[number].stdout
+    def said(self, rank: int) -> str:
+        """The next line of a process; one that misses a rank has ended then."""
+        stdout = self.processes[rank].stdout
         assert stdout
-        return stdout.readline().strip()
+        line = stdout.readline().strip()
+        if line.startswith("unavailable"):
+            self.processes.pop(rank).communicate()
+        return line
 
-    def kept(self, number: int) -> Path:
+    def kept(self, rank: int) -> Path:
         """Where a follower leaves the keys and values of its cache, `[layers, 2, slots, heads, head_dim]`."""
-        return self.directory / f"kept-{number}.pt"
+        return self.directory / f"kept-{rank}.pt"
 
-    def kill(self, number: int) -> None:
+    def end(self, rank: int) -> None:
         """End a process as the kernel would."""
-        process = self.processes[number]
+        process = self.processes.pop(rank)
         process.kill()
         process.communicate()
-
-    def _start(self) -> subprocess.Popen[str]:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        return subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )
 
     @contextmanager
     def leading(
         self, directory: Path, size: int, dtype: str = "float64", timeout_s: float = 3600.0
     ) -> Iterator[Target]:
-        """The target of rank 0, with workers 0, 1, … as the ranks 1, 2, …"""
-        port = free_port()
-        for rank in range(1, size):
-            self.take(
-                rank - 1,
-                rank=rank,
-                size=size,
-                port=port,
-                directory=str(directory),
-                dtype=dtype,
-                timeout_s=timeout_s,
-            )
+        """The target of rank 0, which is this process, with all others following."""
+        port = self.take(directory, range(1, size), size, dtype=dtype, timeout_s=timeout_s)
         ranks = Ranks.join(0, size, "127.0.0.1", port, CPU, timeout_s)
         try:
-            yield Target.load(directory, getattr(torch, dtype), CPU, ranks)
+            target = Target.load(directory, getattr(torch, dtype), CPU, ranks)
+            assert [self.said(rank) for rank in range(1, size)] == ["ready"] * (size - 1)
+            yield target
         finally:
             ranks.stop()
+
+    def _process(self, rank: int) -> subprocess.Popen[str]:
+        if rank not in self.processes:
+            paths = os.pathsep.join(path for path in sys.path if path)
+            self.processes[rank] = subprocess.Popen(
+                [sys.executable, "-c", WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            )
+        return self.processes[rank]
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """Up to three processes beside this one."""
+    """Up to four processes beside this one."""
     if torch.accelerator.is_available():
         pytest.skip("ranks run on the CPU only where no accelerator is in sight")
     workers = Workers(tmp_path_factory.mktemp("workers"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.engine.ranks._START", timedelta(seconds=200))
+        patch.setattr(sys, "excepthook", sys.excepthook)  # To join a group is to prefix what it prints.
         yield workers
-    for number in range(len(workers.processes)):
-        workers.kill(number)
+    for rank in [*workers.processes]:
+        workers.end(rank)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +237,7 @@ def test_ranks_compute_what_one_alone_computes(
         assert torch.equal(lm_head, alone.embeddings()[1])
         shared = 2 * 2 * alone._head_dim * 8 * (4 if kind == "olmo2" else 4 // size) + 8 * 32 // size
         assert target.token_bytes == shared
-    assert [workers.said(number) for number in range(size - 1)] == ["stopped"] * (size - 1)
+    assert [workers.said(rank) for rank in range(1, size)] == ["stopped"] * (size - 1)
 
 
 @pytest.mark.slow
@@ -249,92 +265,50 @@ def test_where_tokens_tie_the_followers_hold_what_rank_0_has_drawn(
     whole = alone.new_cache(3, 8)
     batch = Batch([causal_segment(slots[:23], 23)], whole)
     alone.forward(torch.tensor(text[:23]), batch, torch.tensor([22]))
-    for number, head in enumerate((1, 2, 3)):
-        assert workers.said(number) == "stopped"
-        kept = torch.load(workers.kept(number))
-        expected = whole._kv[:, :, :, head : head + 1]
+    for rank in (1, 2, 3):
+        assert workers.said(rank) == "stopped"
+        kept = torch.load(workers.kept(rank))
+        expected = whole._kv[:, :, :, rank : rank + 1]
         torch.testing.assert_close(kept[:, :, slots[:23]], expected[:, :, slots[:23]], rtol=0, atol=1e-10)
         assert not kept[:, :, slots[23]].any()
 
 
-def step(target: Target) -> None:
-    """One token through the target."""
-    assert target.ranks
-    batch = Batch([causal_segment(torch.tensor([0]), 1)], target.ranks.cache)
-    target.forward(torch.tensor([5]), batch, torch.tensor([0]))
-
-
-def forever(does: Callable[[Target], None], target: Target) -> NoReturn:
-    while True:
-        does(target)
-
-
-def assert_gone(target: Target, does: Callable[[Target], None]) -> None:
-    """A rank is missed within what is done again and again, and never asked for anything again."""
-    with pytest.raises(WealdError) as gone:
-        forever(does, target)
-    assert gone.value.code is ErrorCode.UNAVAILABLE
-    assert gone.value.message.startswith("a tensor-parallel rank is gone or out of step: ")
-    assert gone.value.message.endswith("; restart the service")
-    with pytest.raises(WealdError, match="restart the service"):
-        step(target)
+GONE = ("a tensor-parallel rank is gone or out of step: ", "; restart the service")
 
 
 @pytest.mark.slow
-def test_rank_0_misses_a_rank_that_was_killed_in_a_step_and_the_others_end(
-    workers: Workers, saved: Make
+@pytest.mark.parametrize(
+    ("size", "killed", "steps"),
+    [(4, 2, True), (2, 1, False), (2, 0, False)],
+    ids=["a follower in a step", "a follower while nothing runs", "rank 0"],
+)
+def test_when_a_rank_is_killed_all_others_end(
+    size: int, killed: int, steps: bool, workers: Workers, saved: Make
 ) -> None:
-    with workers.leading(saved("llama"), 4) as target:
-        step(target)
-        timer = threading.Timer(0.3, workers.kill, [1])
-        timer.start()
-        assert_gone(target, step)
-        timer.join()
-    assert workers.said(0).startswith("unavailable: ")
-    assert workers.said(2).startswith("unavailable: ")
+    workers.take(saved("llama"), range(size), size, steps=steps)
+    assert [workers.said(rank) for rank in range(size)] == ["ready"] * size
+    time.sleep(0.2)
+    workers.end(killed)
+    for rank in {*range(size)} - {killed}:
+        said = workers.said(rank)
+        assert said.startswith("unavailable: " + GONE[0])
+        assert said.endswith(GONE[1])
 
 
 @pytest.mark.slow
-def test_rank_0_misses_a_rank_that_was_killed_while_nothing_ran(workers: Workers, saved: Make) -> None:
-    with workers.leading(saved("llama"), 2) as target:
-        target.beat()
-        workers.kill(0)
-        assert_gone(target, Target.beat)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("does", [step, Target.beat], ids=["in a step", "while nothing runs"])
-def test_a_rank_that_stands_still_is_missed_after_the_timeout(
-    does: Callable[[Target], None], workers: Workers, saved: Make
-) -> None:
-    with workers.leading(saved("llama"), 2, timeout_s=1.0) as target:
-        step(target)
-        workers.processes[0].send_signal(signal.SIGSTOP)
-        assert_gone(target, does)
-        workers.processes[0].send_signal(signal.SIGCONT)
-    assert workers.said(0).startswith("unavailable: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [0.0, 3600.0], ids=["in a step", "while nothing runs"])
-def test_a_follower_ends_when_rank_0_was_killed(pause_s: float, workers: Workers, saved: Make) -> None:
-    directory, port = str(saved("llama")), free_port()
-    for number, rank in ((1, 0), (0, 1)):
-        workers.take(
-            number,
-            rank=rank,
-            size=2,
-            port=port,
-            directory=directory,
-            dtype="float64",
-            timeout_s=3600.0,
-            pause_s=pause_s,
-        )
-    assert workers.said(1) == "leads"
-    workers.kill(1)
-    said = workers.said(0)
-    assert said.startswith("unavailable: a tensor-parallel rank is gone")
-    assert said.endswith("; restart the service")
+def test_a_rank_that_stands_still_is_missed_and_no_rank_is_asked_again(workers: Workers, saved: Make) -> None:
+    with workers.leading(saved("llama"), 2, timeout_s=5.0) as target:
+        assert target.ranks
+        batch = Batch([causal_segment(torch.tensor([0]), 1)], target.ranks.cache)
+        workers.processes[1].send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(
+                WealdError, match=r"Timed out waiting 5000ms .*; restart the service"
+            ) as missed:
+                target.forward(torch.tensor([5]), batch, torch.tensor([0]))
+            assert missed.value.code is ErrorCode.UNAVAILABLE
+        workers.processes[1].send_signal(signal.SIGCONT)
+    assert workers.said(1).startswith("unavailable: " + GONE[0])
 
 
 @pytest.mark.slow
@@ -347,7 +321,7 @@ def test_a_size_that_does_not_divide_is_refused_on_all_ranks_before_anything_is_
         pass
     says = "the target's 4 key-value heads cannot be split over 3 ranks; sizes that work: 1, 2, 4"
     assert (refused.value.code, refused.value.message) == (ErrorCode.INVALID_ARGUMENT, says)
-    assert [workers.said(0), workers.said(1)] == [f"invalid_argument: {says}"] * 2
+    assert [workers.said(1), workers.said(2)] == [f"invalid_argument: {says}"] * 2
 
 
 @pytest.mark.slow
@@ -368,7 +342,7 @@ def test_the_packaged_model_says_the_same_over_three_ranks(workers: Workers) -> 
     with workers.leading(directory, 3, "float32") as target:
         shared = answer(target)
     assert shared == answer(Target.load(directory, torch.float32, CPU))
-    assert [workers.said(0), workers.said(1)] == ["stopped"] * 2
+    assert [workers.said(1), workers.said(2)] == ["stopped"] * 2
 
 
 def test_a_port_that_is_taken_is_told(workers: Workers) -> None:
