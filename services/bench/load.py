@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,7 @@ def _row(
         "tau": sum(a.tree_tokens for a in answers) / rounds if rounds else None,
         "identical": sum(same),
         "answers": len(answers),
-        "counters": {name: sum(counted[name] for *_, counted in runs) for name in runs[-1][2]},
+        "counters": dict(sum((Counter(counted) for *_, counted in runs), Counter())),
     }
 
 

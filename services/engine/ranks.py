@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import TCPStore
 from transformers.configuration_utils import PretrainedConfig
 
 from services.engine.attention import Batch, Segment
@@ -103,9 +102,12 @@ class Ranks:
             os.environ["LOCAL_RANK"] = str(device.index or 0)
             torch.accelerator.set_device_index(device.index or 0)
         try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, size, is_master=rank == 0, timeout=_START
+            )
             dist.init_process_group(
                 "nccl" if accelerated else "gloo",
-                store=TCPStore(address, port, size, is_master=rank == 0, timeout=_START),
+                store=store,
                 rank=rank,
                 world_size=size,
                 timeout=_START,

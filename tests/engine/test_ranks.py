@@ -160,7 +160,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         pytest.skip("ranks run on the CPU only where no accelerator is in sight")
     workers = Workers(tmp_path_factory.mktemp("workers"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.engine.ranks._START", timedelta(seconds=200))
+        patch.setattr("services.engine.ranks._START", timedelta(seconds=500))
         patch.setattr(sys, "excepthook", sys.excepthook)  # To join a group is to prefix what it prints.
         yield workers
     for rank in [*workers.processes]:
@@ -297,13 +297,13 @@ def test_when_a_rank_is_killed_all_others_end(
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_missed_and_no_rank_is_asked_again(workers: Workers, saved: Make) -> None:
-    with workers.leading(saved("llama"), 2, timeout_s=5.0) as target:
+    with workers.leading(saved("llama"), 2, timeout_s=15.0) as target:
         assert target.ranks
         batch = Batch([causal_segment(torch.tensor([0]), 1)], target.ranks.cache)
         workers.processes[1].send_signal(signal.SIGSTOP)
         for _ in range(2):
             with pytest.raises(
-                WealdError, match=r"Timed out waiting 5000ms .*; restart the service"
+                WealdError, match=r"Timed out waiting 15000ms .*; restart the service"
             ) as missed:
                 target.forward(torch.tensor([5]), batch, torch.tensor([0]))
             assert missed.value.code is ErrorCode.UNAVAILABLE

@@ -63,7 +63,14 @@ def test_a_target_knows_its_shapes_and_takes_the_dtype_asked_for(
     assert (target.hidden_size, target.vocab_size, target.context_length) == (32, 61, 256)
     assert target.dtype == logits(target).dtype == torch.bfloat16
     assert target.device == CPU
+    assert target.token_bytes == 2 * (2 * 2 * 2 * 16 + 32)
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_a_target_alone_runs_in_inference_mode(model: Make, logits: Make) -> None:
+    target = Target(model("llama"))
+    assert logits(target).is_inference()
+    target.beat()
 
 
 def test_a_model_without_grouped_queries_and_rotary_positions_runs_too(logits: Make) -> None:
