@@ -22,9 +22,7 @@ def tokenizer_of(model: str) -> Tokenizer:
         return Tokenizer.load(resolve(model))
 
 
-def generated(
-    endpoint: str, call: Call, tls: Tls | None, within_s: float
-) -> tuple[int, Iterator[Step]]:
+def generated(endpoint: str, call: Call, tls: Tls | None, within_s: float) -> tuple[int, Iterator[Step]]:
     """The seed in use, and the steps as they come; leaving the iterator early cancels the call.
 
     Raises:
