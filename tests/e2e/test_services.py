@@ -31,7 +31,7 @@ SHORT = {
     "kv-cache-memory": "144KiB",  # 12 pages of 16 tokens
     "max-model-len": 96,
     "max-num-seqs": 8,
-    "max-num-batched-tokens": 48,
+    "max-num-batched-tokens": 64,
     "max-waiting": 40,
     "expiry": 2,
 }
@@ -140,16 +140,24 @@ def test_sessions_that_come_and_go_are_each_as_if_they_were_alone(
 def test_want_of_pages_and_tokens_changes_no_text(
     tiny: Any, short: Replica, drafting: Make, reach: Make, hear: Make, call: Make, mixed: Make
 ) -> None:
-    sessions = mixed("growing", 14, prompts=(3, 9, 16), tokens=(50, 70))
-    sessions += mixed("long", 10, prompts=(33, 48, 60), tokens=(20, 36))
+    events = (
+        *("trees_verified", "plain_steps", "shrunk_trees", "preemptions"),
+        *("prefix_hit_tokens", "chunked_prefills"),
+    )
 
     async def scenario() -> tuple[dict[str, int], int]:
         tasks = asyncio.all_tasks()
         async with drafting(short.address) as drafter, reach(short.address, drafter) as services:
-            before = await services.counters()
-            left = await crowd(services.drafter, sessions, hear, call, tiny, leaving=0.2)
-            await services.idle()
-            counted = since(before, await services.counters())
+            before, counted, left = await services.counters(), dict[str, int](), 0
+            # Which want comes when depends on how fast this machine is just now.
+            for attempt in range(5):
+                sessions = mixed(f"growing {attempt}", 14, prompts=(3, 9, 16), tokens=(50, 70))
+                sessions += mixed(f"long {attempt}", 10, prompts=(33, 48, 60), tokens=(20, 36))
+                left += await crowd(services.drafter, sessions, hear, call, tiny, leaving=0.2)
+                await services.idle()
+                counted = since(before, await services.counters())
+                if all(counted.get(event) for event in events):
+                    break
         async with asyncio.timeout(PATIENCE_S):
             while asyncio.all_tasks() != tasks:
                 await asyncio.sleep(0.01)
@@ -157,10 +165,7 @@ def test_want_of_pages_and_tokens_changes_no_text(
 
     counted, left = asyncio.run(scenario())
     assert left > 1
-    for event in (
-        *("trees_verified", "plain_steps", "shrunk_trees", "preemptions"),
-        *("prefix_hit_tokens", "chunked_prefills"),
-    ):
+    for event in events:
         assert counted[event] > 0, event
 
 
