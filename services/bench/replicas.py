@@ -28,6 +28,7 @@ class Replica:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
+            self.process.stdout.close()
             raise WealdError(ErrorCode.UNAVAILABLE, f"{command} ended with exit status {self.process.wait()}")
         self.address = line.split()[-1]
 
@@ -61,3 +62,5 @@ def replica(*arguments: object, program: str = WEALD, threads: int | None = None
     finally:
         if started.process.poll() is None:
             started.stop()
+        elif started.process.stdout:
+            started.process.stdout.close()

@@ -55,7 +55,10 @@ def _start(rank: int, size: int, port: int, device: torch.device) -> "subprocess
     if device.type == "cuda":
         command += ["--device", f"cuda:{rank}"]
     threads = {"OMP_NUM_THREADS": str(_threads(size))}
-    return subprocess.Popen(command, env=os.environ | threads, stdin=subprocess.DEVNULL)
+    # Ctrl-C is for rank 0, which lets sessions finish before it ends the others.
+    return subprocess.Popen(
+        command, env=os.environ | threads, stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _threads(ranks: int) -> int:

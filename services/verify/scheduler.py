@@ -148,7 +148,9 @@ class Scheduler:
         """A tree is wanted from now on: hold the session for as long as trees take, but not forever."""
         patience = MAX_HOLD_S if self._arrival_s is None else HOLD_FACTOR * self._arrival_s
         seat.wanted[round] = now
-        seat.wanted.pop(round - _ROUNDS_REMEMBERED, None)
+        # What has not come for so many rounds takes at least so long; a slow drafter is to be waited for.
+        if forgotten := seat.wanted.pop(round - _ROUNDS_REMEMBERED, None):
+            self._observe(now - forgotten)
         seat.held_until = now + min(max(patience, MIN_HOLD_S), MAX_HOLD_S) / 2 ** min(
             seat.missed, _MOST_HALVINGS
         )

@@ -295,17 +295,25 @@ def test_when_a_rank_is_killed_all_others_end(
         assert said.endswith(GONE[1])
 
 
+def step(target: Target) -> None:
+    """One token through the target."""
+    assert target.ranks
+    zero = torch.tensor([0])
+    target.forward(zero, Batch([causal_segment(zero, 1)], target.ranks.cache), zero)
+
+
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_missed_and_no_rank_is_asked_again(workers: Workers, saved: Make) -> None:
+@pytest.mark.parametrize("does", [step, Target.embeddings], ids=["telling it", "computing with it"])
+def test_a_rank_that_stands_still_is_missed_and_no_rank_is_asked_again(
+    does: Callable[[Target], None], workers: Workers, saved: Make
+) -> None:
     with workers.leading(saved("llama"), 2, timeout_s=15.0) as target:
-        assert target.ranks
-        batch = Batch([causal_segment(torch.tensor([0]), 1)], target.ranks.cache)
         workers.processes[1].send_signal(signal.SIGSTOP)
-        for _ in range(2):
+        for again in (does, step):
             with pytest.raises(
                 WealdError, match=r"Timed out waiting 15000ms .*; restart the service"
             ) as missed:
-                target.forward(torch.tensor([5]), batch, torch.tensor([0]))
+                again(target)
             assert missed.value.code is ErrorCode.UNAVAILABLE
         workers.processes[1].send_signal(signal.SIGCONT)
     assert workers.said(1).startswith("unavailable: " + GONE[0])
