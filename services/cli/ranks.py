@@ -39,9 +39,11 @@ def joined(
         if others:
             torch.set_num_threads(_threads(size))
         ranks = Ranks.join(rank or 0, size, address, meeting, own)
-        yield ranks
-        if ranks.rank == 0:
-            ranks.stop()
+        try:
+            yield ranks
+        finally:
+            if ranks.rank == 0:
+                ranks.stop()
     finally:
         for process in others:
             process.terminate()
