@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from tqdm import tqdm
 
 from services.bench.replicas import replica
 from services.bench.report import write_json
-from services.draft.link import VerifyLink
+from services.draft.link import linked
 from services.draft.service import RoundTimes
 from services.draft.serving import load
 from services.engine.checkpoints import resolve
-from services.engine.transfer import to_block
+from services.engine.transfer import dtype_name, to_block
 from services.gateway.tokenizer import Tokenizer
 from services.types.configuration import DraftConfig
 from services.types.messages import (
@@ -45,7 +44,6 @@ from services.verify.scheduler import Link
 from services.verify.servicer import VerifyServicer
 from services.wire import convert
 from services.wire.channel import connect
-from services.wire.clients import VerifyClient
 from services.wire.server import serve
 from services.wire.transport import OPTIONS
 
@@ -71,7 +69,7 @@ def bench_link(
     """Measure real rounds over the wire, then the wire alone at several payloads beside a raw gRPC echo."""
     rows = asyncio.run(_measure(model, head, dtype, device, prompts, max_tokens, rounds))
     if json_file:
-        settings = {"model": model, "dtype": str(dtype), "max_tokens": max_tokens, "rounds": rounds}
+        settings = {"model": model, "dtype": dtype_name(dtype), "max_tokens": max_tokens, "rounds": rounds}
         write_json(json_file, "link", settings, rows)
     console = Console()
     console.print(_table("one round, ms", rows["rounds"]))
@@ -92,9 +90,7 @@ async def _measure(
     with replica(program=INSTANT) as far:
         instant, raw = far.address.split(",")
         wire = [await _wire(name, instant, raw, rounds) for name in WIDTHS]
-        with replica(
-            "verify", "--model", model, "--dtype", str(dtype).removeprefix("torch."), "--port", 0
-        ) as verifier:
+        with replica("verify", "--model", model, "--dtype", dtype_name(dtype), "--port", 0) as verifier:
             times = await _real(model, head, dtype, device, verifier.address, prompts, max_tokens)
     return {"rounds": _parts(times, wire[0]), "wire": wire}
 
@@ -114,11 +110,8 @@ async def _real(
     service, _ = load(
         model, head, dtype, device, DraftConfig(), memory=2**28, max_num_seqs=1, observe=times.append
     )
-    async with AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(connect(verifier))
-        link = VerifyLink(verifier, VerifyClient(channel), service.received, service.broken)
+    async with linked(verifier, None, service.received, service.broken) as link:
         service.links[verifier] = link
-        running = asyncio.create_task(link.run())
         service.start()
         while not link.connected:
             await asyncio.sleep(0.01)
@@ -127,9 +120,6 @@ async def _real(
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
             async for _event in service.generate(Call(f"link-{i}", tokens, (), params)):
                 pass
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
         service.stop()
     return times
 
@@ -168,11 +158,10 @@ async def _wire(name: str, address: str, echo_address: str, rounds: int) -> dict
     arrived: asyncio.Queue[Response] = asyncio.Queue()
     flights: list[int] = []
     echoes: list[int] = []
-    async with connect(address) as channel, connect(echo_address) as raw_channel:
-        link = VerifyLink(
-            address, VerifyClient(channel), lambda _, response: arrived.put_nowait(response), lambda *_: None
-        )
-        running = asyncio.create_task(link.run())
+    async with (
+        linked(address, None, arrived.put_nowait, lambda *_: None) as link,
+        connect(echo_address) as raw_channel,
+    ):
         while not link.connected:
             await asyncio.sleep(0.01)
         echo: Any = raw_channel.stream_stream(ECHO)()
@@ -189,9 +178,6 @@ async def _wire(name: str, address: str, echo_address: str, rounds: int) -> dict
                 flights.append(flight - response.replies[0].turnaround_ns)
                 echoes.append(time.perf_counter_ns() - sent)
         echo.cancel()
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
     ours, raw = _percentiles(flights), _percentiles(echoes)
     return {
         "payload": name,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from services.bench.replicas import replica
+from services.bench.replicas import WITHIN_S, both_services, until_linked
 from services.bench.report import write_json
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
@@ -23,7 +23,6 @@ from services.wire.channel import connect
 from services.wire.clients import DraftClient, VerifyClient
 
 MODES = {"plain": False, "speculative": True}
-WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +59,8 @@ def bench_load(
     """Start a verify and a draft replica and let so many sessions at once generate, in both modes."""
     tokenizer = Tokenizer.load(resolve(model))
     chats = [tuple(tokenizer.chat([{"role": "user", "content": text}])) for text in prompts]
-    named = ("--model", model, "--dtype", dtype, "--port", 0)
-    heads = ("--speculative-model", head) if head else ()
     trees = ("--speculative-num-draft-tokens", nodes)
-    with (
-        replica("verify", *named) as verifier,
-        replica("draft", *named, *heads, *trees, "--verify", verifier.address) as drafter,
-    ):
+    with both_services(model, head, dtype, *trees) as (verifier, drafter):
         rows = asyncio.run(_measure(verifier.address, drafter.address, chats, sessions, max_tokens, repeats))
     settings = {"model": model, "dtype": dtype, "nodes": nodes, "max_tokens": max_tokens, "repeats": repeats}
     if json_file:
@@ -85,7 +79,7 @@ async def _measure(
     rows = []
     async with connect(drafter) as channel, connect(verifier) as status_channel:
         client, status = DraftClient(channel), VerifyClient(status_channel)
-        await _wait_for_link(client)
+        await until_linked(client)
         await _generate(
             client, Call("warm-up", prompts[0], (), SamplingParams(max_tokens=8, temperature=0.0))
         )
@@ -118,11 +112,6 @@ def _call(
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=i)
     name = f"load-{count}-{repeat}-{i}-{speculative}"
     return Call(name, prompts[(repeat * count + i) % len(prompts)], (), params, speculative)
-
-
-async def _wait_for_link(client: DraftClient) -> None:
-    while not any((await client.status(WITHIN_S)).verifiers.values()):
-        await asyncio.sleep(0.05)
 
 
 async def _generate(client: DraftClient, call: Call) -> Answer:

@@ -1,5 +1,6 @@
 """Replicas started as processes, for what measures or tests them from outside."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.types.errors import ErrorCode, WealdError
+from services.wire.clients import DraftClient
 
 WEALD = "from services.cli.app import app; app()"
 STOP_S = 60.0
+WITHIN_S = 5.0
+"""Of a call for the status of a replica."""
 
 
 class Replica:
@@ -32,17 +36,9 @@ class Replica:
             raise WealdError(ErrorCode.UNAVAILABLE, f"{command} ended with exit status {self.process.wait()}")
         self.address = line.split()[-1]
 
-    def kill(self) -> None:
-        """End it without a farewell."""
-        self.process.send_signal(signal.SIGKILL)
-        self._wait()
-
     def stop(self) -> int:
         """Ask it to drain and end; its exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self._wait()
-
-    def _wait(self) -> int:
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -64,3 +60,23 @@ def replica(*arguments: object, program: str = WEALD, threads: int | None = None
             started.stop()
         elif started.process.stdout:
             started.process.stdout.close()
+
+
+@contextmanager
+def both_services(
+    model: str, head: str | None, dtype: str, *drafting: object
+) -> Iterator[tuple[Replica, Replica]]:
+    """A verify replica and a draft replica in front of it; `drafting` are more options of the latter."""
+    named = ("--model", model, "--dtype", dtype, "--port", 0)
+    heads = ("--speculative-model", head) if head else ()
+    with (
+        replica("verify", *named) as verifier,
+        replica("draft", *named, *heads, *drafting, "--verify", verifier.address) as drafter,
+    ):
+        yield verifier, drafter
+
+
+async def until_linked(client: DraftClient) -> None:
+    """Wait until a draft replica is connected to a verify replica."""
+    while not any((await client.status(WITHIN_S)).verifiers.values()):
+        await asyncio.sleep(0.05)

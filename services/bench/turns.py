@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from services.bench.replicas import replica
+from services.bench.replicas import WITHIN_S, both_services, until_linked
 from services.bench.report import write_json
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
@@ -16,7 +16,6 @@ from services.types.sampling import SamplingParams
 from services.wire.channel import connect
 from services.wire.clients import DraftClient, VerifyClient
 
-WITHIN_S = 5.0
 STORY = "The keeper climbed the stairs of the lighthouse, lit the lamp, and wrote what he saw into his book. "
 SECOND = "Now say the same in one sentence."
 
@@ -27,12 +26,7 @@ def bench_turns(
     """Start both services and let a chat have two turns, the first of about so many tokens."""
     tokenizer = Tokenizer.load(resolve(model))
     long = {"role": "user", "content": STORY * (tokens // len(tokenizer.encode(STORY)))}
-    named = ("--model", model, "--dtype", dtype, "--port", 0)
-    heads = ("--speculative-model", head) if head else ()
-    with (
-        replica("verify", *named) as verifier,
-        replica("draft", *named, *heads, "--verify", verifier.address) as drafter,
-    ):
+    with both_services(model, head, dtype) as (verifier, drafter):
         rows = asyncio.run(_measure(verifier.address, drafter.address, tokenizer, long, max_tokens))
     if json_file:
         write_json(
@@ -52,8 +46,7 @@ async def _measure(
     rows = []
     async with connect(drafter) as channel, connect(verifier) as status_channel:
         draft, verify = DraftClient(channel), VerifyClient(status_channel)
-        while not any((await draft.status(WITHIN_S)).verifiers.values()):
-            await asyncio.sleep(0.05)
+        await until_linked(draft)
         messages, seen = [long], list[int]()
         for turn in (1, 2):
             prompt = tokenizer.chat(messages)

@@ -5,13 +5,11 @@ from typing import Annotated
 
 import typer
 
+from services.cli.options import Device, Dtype, Head, Model
+
 bench = typer.Typer(name="bench", help="Measure, print a table, and write it as JSON.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")]
-Head = Annotated[str | None, typer.Option(help="The draft head; packaged models bring one.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and the environment here.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, and so on.")]
-Dtype = Annotated[str, typer.Option(help="auto (bfloat16 on cuda, else float32), bfloat16, float32.")]
 
 
 @bench.command()

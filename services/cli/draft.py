@@ -5,7 +5,20 @@ from typing import Annotated
 
 import typer
 
-from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, memory_size, mutual_tls
+from services.cli.options import (
+    Authority,
+    Certificate,
+    Device,
+    Drain,
+    Dtype,
+    Head,
+    Host,
+    Key,
+    Model,
+    Port,
+    memory_size,
+    mutual_tls,
+)
 from services.types.configuration import DraftConfig, TreeShape
 
 _DRAFT = DraftConfig()
@@ -14,11 +27,9 @@ _DRAFT = DraftConfig()
 def draft(
     model: Model,
     verify: Annotated[list[str], typer.Option(metavar="HOST:PORT", help="A verify replica. Repeatable.")],
-    speculative_model: Annotated[
-        str | None, typer.Option(help="The draft head, a directory or hub name; smollm2-135m brings its own.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 50052,
+    speculative_model: Head = None,
+    host: Host = "127.0.0.1",
+    port: Port = 50052,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[
@@ -35,9 +46,7 @@ def draft(
     ] = _DRAFT.budget,
     speculative_eagle_topk: Annotated[int, typer.Option(help="Nodes expanded per level.")] = _DRAFT.beam,
     speculative_num_steps: Annotated[int, typer.Option(help="Levels of a tree.")] = _DRAFT.levels,
-    drain: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")
-    ] = 30.0,
+    drain: Drain = 30.0,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     tls_authority: Authority = None,

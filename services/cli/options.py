@@ -18,6 +18,12 @@ Dtype = Annotated[
     typer.Option(metavar="TYPE", help="float32, bfloat16 or float64; auto: bfloat16 on cuda, else float32."),
 ]
 Model = Annotated[str, typer.Option(help="smollm2-135m, a directory, a .gguf file, or a hub name.")]
+Head = Annotated[
+    str | None, typer.Option(help="The draft head, a directory or hub name; smollm2-135m brings its own.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen at.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
+Drain = Annotated[float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")]
 Certificate = Annotated[
     Path | None,
     typer.Option(help="Own certificate, PEM; the three together: mutual TLS.", rich_help_panel="TLS"),

@@ -5,7 +5,19 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, memory_size, mutual_tls
+from services.cli.options import (
+    Authority,
+    Certificate,
+    Device,
+    Drain,
+    Dtype,
+    Host,
+    Key,
+    Model,
+    Port,
+    memory_size,
+    mutual_tls,
+)
 from services.types.configuration import VerifyLimits
 from services.types.errors import invalid
 
@@ -22,8 +34,8 @@ def _ranks(help: str, **options: Any) -> Any:
 
 def verify(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 50051,
+    host: Host = "127.0.0.1",
+    port: Port = 50051,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[
@@ -40,9 +52,7 @@ def verify(
     expiry: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long sessions outlive a vanished drafter.")
     ] = _LIMITS.expiry_s,
-    drain: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")
-    ] = 30.0,
+    drain: Drain = 30.0,
     tensor_parallel_size: Annotated[int, _ranks("Ranks that share the target.", min=1)] = 1,
     rank: Annotated[int | None, _ranks("This process' rank; absent: all ranks start here.", min=0)] = None,
     master_addr: Annotated[str, _ranks("Host of rank 0.")] = "127.0.0.1",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.engine.attention import Batch, Segment, causal_segment
 from services.engine.head import EagleHead
-from services.engine.pages import PagePool, extend_keys
+from services.engine.pages import PAGE_SIZE, PagePool, extend_keys
 from services.speculation.growth import Candidates, Choose, Plan, flatten, grow, most_likely, rerank
 from services.speculation.shapes import plan_for
 from services.types.configuration import DraftConfig, TreeShape
@@ -65,7 +65,7 @@ class Drafter:
         config: DraftConfig,
         *,
         num_pages: int,
-        page_size: int = 16,
+        page_size: int = PAGE_SIZE,
         choose: Choose = most_likely,
     ) -> None:
         """Draft with `head`; `choose` proposes the children of a node (the sampled reference replaces it)."""

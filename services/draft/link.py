@@ -4,10 +4,13 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Request, Response
+from services.wire.channel import connect
 from services.wire.clients import VerifyClient
+from services.wire.transport import Tls
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 """Between attempts to connect; the time doubles, with jitter."""
@@ -23,7 +26,7 @@ class VerifyLink:
         self,
         address: str,
         client: VerifyClient,
-        received: Callable[["VerifyLink", Response], None],
+        received: Callable[[Response], None],
         broken: Callable[["VerifyLink", WealdError], None],
     ) -> None:
         """Prepare a link.
@@ -58,7 +61,7 @@ class VerifyLink:
                 self.connected = True
                 retry_s = FIRST_RETRY_S
                 async for response in self._client.verify(self._outgoing()):
-                    self._received(self, response)
+                    self._received(response)
                 raise ConnectionError("the replica has closed the stream")
             except (WealdError, ConnectionError) as error:
                 if self.connected:
@@ -71,6 +74,25 @@ class VerifyLink:
     async def _outgoing(self) -> AsyncIterator[Request]:
         while True:
             yield await self._requests.get()
+
+
+@asynccontextmanager
+async def linked(
+    address: str,
+    tls: Tls | None,
+    received: Callable[[Response], None],
+    broken: Callable[[VerifyLink, WealdError], None],
+) -> AsyncIterator[VerifyLink]:
+    """A link to host:port that keeps itself connected until the end; arguments as for `VerifyLink`."""
+    async with connect(address, tls) as channel:
+        link = VerifyLink(address, VerifyClient(channel), received, broken)
+        running = asyncio.create_task(link.run())
+        try:
+            yield link
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
 
 def _gone(address: str, error: Exception) -> WealdError:

@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from services.draft.drafter import Drafter
 from services.draft.link import VerifyLink
 from services.draft.routing import route
@@ -22,6 +20,7 @@ from services.types.messages import (
     Close,
     Event,
     Failure,
+    FeatureBlock,
     Features,
     Finished,
     Open,
@@ -105,7 +104,7 @@ class DraftService:
         self._observe = observe
         self._sessions: dict[str, _Generating] = {}
         self._wanting: dict[_Generating, Reply] = {}
-        self._inbox: queue.SimpleQueue[tuple[_Generating, Started | Reply | Features | Close] | None]
+        self._inbox: queue.SimpleQueue[tuple[_Generating, Call | Reply | Features | Close] | None]
         self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._draining = False
@@ -156,7 +155,7 @@ class DraftService:
             del self._sessions[generating.id]
             self._inbox.put((generating, Close(generating.id, generating.epoch)))
 
-    def received(self, link: VerifyLink, response: Response) -> None:
+    def received(self, response: Response) -> None:
         """Take what a verify replica says: tokens go to the caller at once, the rest to the thread."""
         match response:
             case Replies():
@@ -196,7 +195,7 @@ class DraftService:
         generating = _Generating(call, session, time.time_ns(), link, len(session.tokens))
         generating.arrived_ns = time.perf_counter_ns()
         self._sessions[session.id] = generating
-        self._inbox.put((generating, Started(session.id, seed, 0, link.address)))
+        self._inbox.put((generating, call))
         return generating
 
     def _admit(self, call: Call) -> None:
@@ -265,16 +264,16 @@ class DraftService:
                 return True
         return False
 
-    def _take(self, generating: _Generating, message: Started | Reply | Features | Close) -> None:
+    def _take(self, generating: _Generating, message: Call | Reply | Features | Close) -> None:
         id = generating.id
         try:
             match message:
-                case Started():
+                case Call():
                     self._open(generating, message)
                 case Features():
-                    self._tell(id, (), message)
+                    self._tell(id, (), message.block)
                 case Reply():
-                    self._tell(id, message.outcome.tokens, message)
+                    self._tell(id, message.outcome.tokens, message.features)
                     self._wanting.pop(generating, None)
                     if message.wanted:
                         self._wanting[generating] = message
@@ -285,15 +284,15 @@ class DraftService:
         except Exception as error:
             self._fail([generating], error)
 
-    def _open(self, generating: _Generating, started: Started) -> None:
-        call, tokens = generating.call, generating.session.tokens
+    def _open(self, generating: _Generating, call: Call) -> None:
+        session, tokens = generating.session, generating.session.tokens
         generating.cached = self.drafter.open(generating.id, tokens, call.draft) if call.speculative else 0
         from_ = generating.cached if call.speculative else len(tokens)
-        started = Started(started.session, started.seed, generating.cached, started.verifier)
+        started = Started(session.id, session.seed, generating.cached, generating.link.address)
         self._post(generating, started)
         generating.link.send(
             Open(
-                generating.session,
+                session,
                 generating.epoch,
                 self.fingerprint,
                 call.speculative,
@@ -302,12 +301,10 @@ class DraftService:
             )
         )
 
-    def _tell(self, id: str, tokens: Sequence[int], message: Reply | Features) -> None:
-        block = message.block if isinstance(message, Features) else message.features
-        head = self.drafter.head
-        dtype, device = head.lm_head.dtype, head.lm_head.device
-        empty = torch.empty(0, head.embedding.shape[1], dtype=dtype, device=device)
-        self.drafter.advance(id, tokens, from_block(block, dtype, device) if block else empty)
+    def _tell(self, id: str, tokens: Sequence[int], block: FeatureBlock | None) -> None:
+        embedding = self.drafter.head.embedding
+        features = from_block(block, embedding.dtype, embedding.device) if block else embedding[:0]
+        self.drafter.advance(id, tokens, features)
 
     def _draft(self) -> None:
         """A tree for every session that is to have one; each verify replica gets its trees in one message."""

@@ -2,24 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 import torch
 
 from services.draft.drafter import Drafter
-from services.draft.link import VerifyLink
+from services.draft.link import linked
 from services.draft.service import DraftService, RoundTimes
 from services.draft.servicer import DraftServicer
 from services.engine.checkpoints import fingerprint, read_embeddings, resolve
 from services.engine.head import EagleHead
+from services.engine.pages import PAGE_SIZE
+from services.engine.transfer import dtype_name
 from services.types.configuration import DraftConfig
 from services.types.messages import DraftStatus
-from services.wire.channel import connect
-from services.wire.clients import VerifyClient
 from services.wire.server import serve
 from services.wire.transport import Tls
-
-PAGE_SIZE = 16
 
 
 def load(
@@ -53,7 +51,7 @@ def load(
     pages = memory // (loaded.token_bytes * PAGE_SIZE)
     mark = fingerprint(directory)
     service = DraftService(
-        Drafter(loaded, config, num_pages=pages, page_size=PAGE_SIZE),
+        Drafter(loaded, config, num_pages=pages),
         mark,
         max_num_seqs=max_num_seqs,
         observe=observe,
@@ -61,7 +59,7 @@ def load(
     status = DraftStatus(
         model=model,
         fingerprint=mark,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         device=str(device),
         running=0,
         num_pages=pages,
@@ -89,10 +87,8 @@ async def run(
     """
     async with AsyncExitStack() as stack:
         for verifier in dict.fromkeys(verifiers):
-            channel = await stack.enter_async_context(connect(verifier, tls))
-            link = VerifyLink(verifier, VerifyClient(channel), service.received, service.broken)
-            service.links[verifier] = link
-            stack.push_async_callback(_end, asyncio.create_task(link.run()))
+            link = linked(verifier, tls, service.received, service.broken)
+            service.links[verifier] = await stack.enter_async_context(link)
         service.start()
         stack.callback(service.stop)
         server = await serve(DraftServicer(service, status), address, tls)
@@ -101,9 +97,3 @@ async def run(
         await server.drain()
         await service.drain(drain_s)
         await server.stop(1.0)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

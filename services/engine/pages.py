@@ -27,6 +27,9 @@ from hashlib import blake2b
 
 from services.types.errors import ErrorCode, WealdError
 
+PAGE_SIZE = 16
+"""Tokens of a page, unless asked for another size."""
+
 
 class PagePool:
     """Fixed-size pages, counted by their references, and a prefix cache of those that hold what is final."""

@@ -15,6 +15,7 @@ from services.draft.drafter import Drafter
 from services.engine.checkpoints import PACKAGED, resolve
 from services.engine.head import EagleHead
 from services.engine.target import Target
+from services.engine.transfer import DTYPES
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step, decode
 from services.types.configuration import DraftConfig
@@ -24,7 +25,6 @@ from services.verify.verifier import Verifier, pages_for
 
 PACKAGED_HEADS = Path(__file__).parent.parent / "heads"
 """Heads that come with Weald: a directory for each short name of `PACKAGED` that has one."""
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,13 +107,12 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._running)
 
-    def enqueue(self, request: Open, link: Link) -> Seat:
+    def enqueue(self, request: Open, link: Link) -> None:
         """Let an admitted session wait for its place; `make_room` has been asked before."""
         self._age += 1
         seat = Seat(request, link, self._age, request.features_from, len(request.session.tokens))
         self.seats[seat.id] = seat
         self.waiting.append(seat)
-        return seat
 
     def make_room(self) -> None:
         """Raise `WealdError(RESOURCE_EXHAUSTED)`, with a hint when to retry, if the queue is full."""
@@ -130,8 +129,8 @@ class Scheduler:
         if seat := self.seats.pop(id, None):
             (self._running if seat in self._running else self.waiting).remove(seat)
 
-    def offer(self, proposal: Proposal, now: float) -> bool:
-        """Take the tree a session is held for; False when it is stale, and dropped."""
+    def offer(self, proposal: Proposal, now: float) -> None:
+        """Take the tree a session is held for; a stale one is dropped."""
         seat = self.seats[proposal.session]
         pending = self._verifier.pending(seat.id)
         if wanted := seat.wanted.pop(proposal.round, None):
@@ -140,9 +139,8 @@ class Scheduler:
         stale = seat not in self._running or pending != (proposal.root_position, proposal.tree.tokens[0])
         if stale or self._verifier.lacking(seat.id) != 1:
             self.counters["stale_trees"] += 1
-            return False
-        seat.proposal, seat.arrived = proposal, now
-        return True
+        else:
+            seat.proposal, seat.arrived = proposal, now
 
     def hold(self, seat: Seat, round: int, now: float) -> None:
         """A tree is wanted from now on: hold the session for as long as trees take, but not forever."""

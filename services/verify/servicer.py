@@ -45,7 +45,7 @@ class StreamLink:
 
 
 class Serving(Protocol):
-    """What a servicer needs of the service behind it; both of any thread."""
+    """What a servicer needs of the service behind it; all of any thread."""
 
     def submit(self, link: StreamLink, request: Request | None) -> None:
         """Take what a stream brought; None when it has ended."""

@@ -8,8 +8,10 @@ from functools import partial
 import torch
 
 from services.engine.checkpoints import fingerprint, resolve
+from services.engine.pages import PAGE_SIZE
 from services.engine.ranks import Ranks
 from services.engine.target import Target
+from services.engine.transfer import dtype_name
 from services.types.configuration import VerifyLimits
 from services.types.messages import Load, VerifyStatus
 from services.verify.service import VerifyService
@@ -18,7 +20,6 @@ from services.verify.verifier import Verifier
 from services.wire.server import serve
 from services.wire.transport import Tls
 
-PAGE_SIZE = 16
 _WATCH_NS = 50_000_000
 
 
@@ -49,12 +50,12 @@ def load(
     directory = resolve(model)
     target = Target.load(directory, dtype, device, ranks)
     pages = memory // (target.token_bytes * PAGE_SIZE)
-    verifier = Verifier(target, num_pages=pages, page_size=PAGE_SIZE, max_model_len=max_model_len)
+    verifier = Verifier(target, num_pages=pages, max_model_len=max_model_len)
     mark = fingerprint(directory)
     status = VerifyStatus(
         model=model,
         fingerprint=mark,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         device=str(device),
         tensor_parallel_size=ranks.size if ranks else 1,
         max_num_seqs=limits.max_num_seqs,

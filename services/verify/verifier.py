@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.engine.attention import Batch, Segment, causal_segment, tree_segment
-from services.engine.pages import PagePool, extend_keys
+from services.engine.pages import PAGE_SIZE, PagePool, extend_keys
 from services.engine.target import Target
 from services.speculation.acceptance import Walk, walk
 from services.speculation.sampling import Context, draw
@@ -97,7 +97,7 @@ class Verifier:
     """Owns the target's pages and the committed tokens of every open session."""
 
     def __init__(
-        self, target: Target, *, num_pages: int, page_size: int = 16, max_model_len: int | None = None
+        self, target: Target, *, num_pages: int, page_size: int = PAGE_SIZE, max_model_len: int | None = None
     ) -> None:
         self.target = target
         self.max_model_len = min(max_model_len or target.context_length, target.context_length)
@@ -393,6 +393,6 @@ class Verifier:
         return torch.empty(0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
 
 
-def pages_for(tokens: int, page_size: int = 16) -> int:
+def pages_for(tokens: int, page_size: int = PAGE_SIZE) -> int:
     """Pages that hold a session of so many tokens and the largest tree behind it."""
     return -(-(tokens + MAX_NODES) // page_size)

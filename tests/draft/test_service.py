@@ -64,7 +64,7 @@ class Wire:
     def _deliver(self, responses: Sequence[Response]) -> None:
         for response in responses:
             if self.connected:
-                self._drafts.received(self, response)  # type: ignore[arg-type]
+                self._drafts.received(response)
 
 
 @dataclass(frozen=True)
