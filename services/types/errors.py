@@ -28,6 +28,8 @@ class ErrorCode(StrEnum):
     """The answer did not come in time."""
     CANCELLED = "cancelled"
     """The caller gave up."""
+    DIVERGED = "diverged"
+    """The text delivered and the one that would go on are two, as after a near-tie that rounded otherwise."""
     INTERNAL = "internal"
     """An invariant broke; the fault is ours."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from services.types.configuration import DraftConfig
 from services.types.errors import WealdError
 from services.types.outcome import Outcome
+from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import DraftTree
@@ -142,7 +143,12 @@ class Failure:
     error: WealdError
 
 
-Response = Features | Replies | Failure
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The replica goes away: it takes no new sessions, and those it has should move while it still serves."""
+
+
+Response = Features | Replies | Failure | Draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class Call:
 
     session: str
     prompt: tuple[int, ...]
+    """Empty where only the journal knows the session: then it gives prompt, parameters and seed, too."""
     output: tuple[int, ...]
     """Tokens delivered so far; the generation goes on behind them."""
     params: SamplingParams
@@ -178,7 +185,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one target step committed; one event of a generation."""
+    """What one target step committed, or what the journal had of the session; one event of a generation."""
 
     position: int
     """Absolute position of the first token committed."""
@@ -187,7 +194,7 @@ class Round:
     drafted: int
     """Nodes of the tree proposed, root included; 0 for a plain step without one."""
     verified: int
-    """Nodes that stood in the target step, root included."""
+    """Nodes that stood in the target step, root included; 0 for tokens from the journal."""
     draft_ns: int
     """Of extending, growing and reranking; 0 without a tree."""
     verify_ns: int
@@ -201,6 +208,18 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """A session goes on at another replica, without a change to its text."""
+
+    kind: ReplicaKind
+    """Which side of it moved."""
+    address: str
+    """host:port of the replica that serves it now."""
+    lost: bool
+    """Whether the one before was lost; otherwise it was draining."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a generation; tokens are those of the session's whole life."""
 
@@ -211,7 +230,7 @@ class Finished:
     """Prompt tokens whose keys and values were cached when the session started here."""
 
 
-Event = Started | Round | Finished
+Event = Started | Round | Moved | Draining | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ SHAPES: dict[ErrorCode, Shape] = {
     ErrorCode.UNAVAILABLE: Shape(StatusCode.UNAVAILABLE, 503, "server_error"),
     ErrorCode.DEADLINE_EXCEEDED: Shape(StatusCode.DEADLINE_EXCEEDED, 504, "server_error"),
     ErrorCode.CANCELLED: Shape(StatusCode.CANCELLED, 499, "invalid_request_error"),
+    ErrorCode.DIVERGED: Shape(StatusCode.DATA_LOSS, 500, "server_error"),
     ErrorCode.INTERNAL: Shape(StatusCode.INTERNAL, 500, "server_error"),
 }
 """The one table: every code of the catalogue."""
