@@ -14,6 +14,7 @@ from services.types.errors import ErrorCode, WealdError, invalid
 from services.types.messages import (
     Call,
     Close,
+    Draining,
     DraftStatus,
     Event,
     Failure,
@@ -21,6 +22,7 @@ from services.types.messages import (
     Features,
     Finished,
     Load,
+    Moved,
     Open,
     Proposal,
     Proposals,
@@ -34,6 +36,7 @@ from services.types.messages import (
     VerifyStatus,
 )
 from services.types.outcome import Outcome
+from services.types.replica import ReplicaKind
 from services.types.sampling import SEED_BITS, SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import DraftTree
@@ -50,6 +53,10 @@ SHAPES = {
     TreeShape.DYNAMIC: draft_pb2.TREE_SHAPE_DYNAMIC,
     TreeShape.STATIC: draft_pb2.TREE_SHAPE_STATIC,
     TreeShape.CHAIN: draft_pb2.TREE_SHAPE_CHAIN,
+}
+KINDS = {
+    ReplicaKind.DRAFT: draft_pb2.REPLICA_KIND_DRAFT,
+    ReplicaKind.VERIFY: draft_pb2.REPLICA_KIND_VERIFY,
 }
 DTYPES = {
     "float64": session_pb2.FEATURE_DTYPE_FLOAT64,
@@ -113,6 +120,8 @@ def response_to_proto(response: Response) -> verify_pb2.VerifyResponse:
         case Failure(session, epoch, error):
             failure = verify_pb2.Failure(session=session, epoch=epoch, error=_error_to_proto(error))
             return verify_pb2.VerifyResponse(failure=failure)
+        case Draining():
+            return verify_pb2.VerifyResponse(draining=verify_pb2.Draining())
 
 
 def response_from_proto(message: verify_pb2.VerifyResponse) -> Response:
@@ -125,6 +134,8 @@ def response_from_proto(message: verify_pb2.VerifyResponse) -> Response:
         case "failure":
             failure = message.failure
             return Failure(failure.session, failure.epoch, _error_from_proto(failure.error))
+        case "draining":
+            return Draining()
         case _:
             raise _nothing_known(message)
 
@@ -351,7 +362,8 @@ def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
 
 def call_from_proto(message: draft_pb2.GenerateRequest) -> Call:
     """Raises `WealdError(INVALID_ARGUMENT)` when the message is malformed or a parameter is out of range."""
-    prompt, output = _prompt_and_output(message)
+    known = message.tokens or message.prompt_length
+    prompt, output = _prompt_and_output(message) if known else ((), ())
     draft = None
     if message.HasField("draft"):
         shape = _known(SHAPES, message.draft.shape, "tree shape")
@@ -389,6 +401,11 @@ def event_to_proto(event: Event) -> draft_pb2.GenerateResponse:
                 finish=FINISHES[event.finish],
             )
             return draft_pb2.GenerateResponse(round=round)
+        case Moved(kind, address, lost):
+            moved = draft_pb2.Moved(kind=KINDS[kind], address=address, lost=lost)
+            return draft_pb2.GenerateResponse(moved=moved)
+        case Draining():
+            return draft_pb2.GenerateResponse(draining=draft_pb2.DraftServiceDraining())
         case Finished(reason, prompt_tokens, output_tokens, cached_tokens):
             finished = draft_pb2.Finished(
                 finish_reason=FINISHES[reason],
@@ -418,6 +435,11 @@ def event_from_proto(message: draft_pb2.GenerateResponse) -> Event:
                 tuple(round.accepted),
                 _known(FINISHES, round.finish, "finish reason"),
             )
+        case "moved":
+            moved = message.moved
+            return Moved(_known(KINDS, moved.kind, "kind of replica"), moved.address, moved.lost)
+        case "draining":
+            return Draining()
         case "finished":
             finished = message.finished
             reason = _known(FINISHES, finished.finish_reason, "finish reason")

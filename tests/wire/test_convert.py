@@ -13,6 +13,7 @@ from services.types.errors import ErrorCode, WealdError
 from services.types.messages import (
     Call,
     Close,
+    Draining,
     DraftStatus,
     Event,
     Failure,
@@ -20,6 +21,7 @@ from services.types.messages import (
     Features,
     Finished,
     Load,
+    Moved,
     Open,
     Proposal,
     Proposals,
@@ -33,6 +35,7 @@ from services.types.messages import (
     VerifyStatus,
 )
 from services.types.outcome import Outcome
+from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import DraftTree
@@ -132,7 +135,8 @@ errors = st.builds(
     names,
     st.none() | st.floats(0, 1e9),
 )
-responses: st.SearchStrategy[Features | Replies] = st.one_of(
+responses: st.SearchStrategy[Features | Replies | Draining] = st.one_of(
+    st.just(Draining()),
     st.builds(Features, names, u64, feature_blocks()),
     st.builds(Replies, reply_lists(), st.builds(StepTimings, u64, u64, u64, u64), loads, traceparents),
 )
@@ -144,10 +148,9 @@ draft_configs = st.builds(
     st.integers(1, 64),
 )
 calls = st.builds(
-    Call,
+    lambda id, text, *rest: Call(id, *text, *rest),
     names,
-    prompts,
-    tokens,
+    st.tuples(prompts, tokens) | st.just(((), ())),
     sampling_params(),
     st.booleans(),
     st.none() | draft_configs,
@@ -157,6 +160,8 @@ calls = st.builds(
 events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Started, names, u64, u32, names),
     st.builds(Round, u32, tokens, u32, u32, u64, u64, st.none() | trees(), tokens),
+    st.builds(Moved, st.sampled_from(ReplicaKind), names, st.booleans()),
+    st.just(Draining()),
     st.builds(Finished, st.sampled_from(FinishReason), u32, u32, u32),
 )
 verify_statuses = st.builds(
@@ -237,8 +242,10 @@ def test_every_code_dtype_shape_and_finish_has_a_number_of_its_own() -> None:
     assert set(convert.SHAPES.values()) | {0} == set(draft_pb2.TreeShape.values())
     assert convert.CODES.keys() == set(ErrorCode)
     assert convert.SHAPES.keys() == set(TreeShape)
+    assert set(convert.KINDS.values()) | {0} == set(draft_pb2.ReplicaKind.values())
+    assert convert.KINDS.keys() == set(ReplicaKind)
     assert convert.FINISHES.keys() == {None, *FinishReason}
-    for table in (convert.CODES, convert.DTYPES, convert.FINISHES, convert.SHAPES):
+    for table in (convert.CODES, convert.DTYPES, convert.FINISHES, convert.KINDS, convert.SHAPES):
         assert len(set(table.values())) == len(table)
 
 

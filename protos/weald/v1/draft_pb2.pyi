@@ -14,10 +14,19 @@ class TreeShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TREE_SHAPE_DYNAMIC: _ClassVar[TreeShape]
     TREE_SHAPE_STATIC: _ClassVar[TreeShape]
     TREE_SHAPE_CHAIN: _ClassVar[TreeShape]
+
+class ReplicaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_KIND_UNSPECIFIED: _ClassVar[ReplicaKind]
+    REPLICA_KIND_DRAFT: _ClassVar[ReplicaKind]
+    REPLICA_KIND_VERIFY: _ClassVar[ReplicaKind]
 TREE_SHAPE_UNSPECIFIED: TreeShape
 TREE_SHAPE_DYNAMIC: TreeShape
 TREE_SHAPE_STATIC: TreeShape
 TREE_SHAPE_CHAIN: TreeShape
+REPLICA_KIND_UNSPECIFIED: ReplicaKind
+REPLICA_KIND_DRAFT: ReplicaKind
+REPLICA_KIND_VERIFY: ReplicaKind
 
 class DraftConfig(_message.Message):
     __slots__ = ("shape", "levels", "beam", "budget")
@@ -52,14 +61,18 @@ class GenerateRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[bool] = ..., draft: _Optional[_Union[DraftConfig, _Mapping]] = ..., want_trees: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "round", "finished")
+    __slots__ = ("started", "round", "finished", "moved", "draining")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     started: Started
     round: Round
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    draining: DraftServiceDraining
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., draining: _Optional[_Union[DraftServiceDraining, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("session", "seed", "cached_tokens", "verifier")
@@ -72,6 +85,20 @@ class Started(_message.Message):
     cached_tokens: int
     verifier: str
     def __init__(self, session: _Optional[str] = ..., seed: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verifier: _Optional[str] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("kind", "address", "lost")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    kind: ReplicaKind
+    address: str
+    lost: bool
+    def __init__(self, kind: _Optional[_Union[ReplicaKind, str]] = ..., address: _Optional[str] = ..., lost: _Optional[bool] = ...) -> None: ...
+
+class DraftServiceDraining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Round(_message.Message):
     __slots__ = ("position", "tokens", "drafted", "verified", "draft_ns", "verify_ns", "tree", "accepted", "finish")

@@ -52,7 +52,8 @@ class DraftServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates one session: Started, a Round for each step that committed tokens, Finished.
+        """Generates one session: Started, a Round for each step that committed tokens, Finished. A call for a session
+        that is generated here takes it over from the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

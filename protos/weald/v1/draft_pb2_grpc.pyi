@@ -34,7 +34,9 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_draft_pb2.GenerateRequest, _draft_pb2.GenerateResponse]
-    """Generates one session: Started, a Round for each step that committed tokens, Finished."""
+    """Generates one session: Started, a Round for each step that committed tokens, Finished. A call for a session
+    that is generated here takes it over from the earlier one.
+    """
     Status: _grpc.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceStatusRequest, _draft_pb2.DraftServiceStatusResponse]
     """What this replica is and does."""
 
@@ -44,7 +46,9 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_draft_pb2.GenerateRequest, _draft_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates one session: Started, a Round for each step that committed tokens, Finished."""
+    """Generates one session: Started, a Round for each step that committed tokens, Finished. A call for a session
+    that is generated here takes it over from the earlier one.
+    """
     Status: _aio.UnaryUnaryMultiCallable[_draft_pb2.DraftServiceStatusRequest, _draft_pb2.DraftServiceStatusResponse]  # type: ignore[assignment]
     """What this replica is and does."""
 
@@ -57,7 +61,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.GenerateResponse], _abc.AsyncIterator[_draft_pb2.GenerateResponse]]:
-        """Generates one session: Started, a Round for each step that committed tokens, Finished."""
+        """Generates one session: Started, a Round for each step that committed tokens, Finished. A call for a session
+        that is generated here takes it over from the earlier one.
+        """
 
     @_abc_1.abstractmethod
     def Status(

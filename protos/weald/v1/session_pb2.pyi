@@ -28,6 +28,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_DEADLINE_EXCEEDED: _ClassVar[ErrorCode]
     ERROR_CODE_CANCELLED: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_DIVERGED: _ClassVar[ErrorCode]
 
 class FeatureDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +52,7 @@ ERROR_CODE_UNAVAILABLE: ErrorCode
 ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode
 ERROR_CODE_CANCELLED: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_DIVERGED: ErrorCode
 FEATURE_DTYPE_UNSPECIFIED: FeatureDtype
 FEATURE_DTYPE_FLOAT64: FeatureDtype
 FEATURE_DTYPE_FLOAT32: FeatureDtype

@@ -18,14 +18,16 @@ class VerifyRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("features", "replies", "failure")
+    __slots__ = ("features", "replies", "failure", "draining")
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     features: Features
     replies: Replies
     failure: Failure
-    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., replies: _Optional[_Union[Replies, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., replies: _Optional[_Union[Replies, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "tokens", "prompt_length", "params", "seed", "fingerprint", "speculative", "features_from", "traceparent")
@@ -164,6 +166,10 @@ class Failure(_message.Message):
     epoch: int
     error: _session_pb2.Error
     def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., error: _Optional[_Union[_session_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class VerifyServiceStatusRequest(_message.Message):
     __slots__ = ()
