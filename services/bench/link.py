@@ -17,13 +17,15 @@ from tqdm import tqdm
 
 from services.bench.replicas import replica
 from services.bench.report import write_json
-from services.draft.link import linked
+from services.draft.link import Links, VerifyLink
 from services.draft.service import RoundTimes
 from services.draft.serving import load
 from services.engine.checkpoints import resolve
 from services.engine.transfer import dtype_name, to_block
 from services.gateway.tokenizer import Tokenizer
+from services.sessions.memory import MemoryStore
 from services.types.configuration import DraftConfig
+from services.types.errors import WealdError
 from services.types.messages import (
     Call,
     FeatureBlock,
@@ -110,18 +112,33 @@ async def _real(
     service, _ = load(
         model, head, dtype, device, DraftConfig(), memory=2**28, max_num_seqs=1, observe=times.append
     )
-    async with linked(verifier, None, service.received, service.broken) as link:
-        service.links[verifier] = link
-        service.start()
-        while not link.connected:
+    async with Links([verifier], None, service) as links:
+        service.links = links
+        service.start(MemoryStore())
+        while not links[verifier].connected:
             await asyncio.sleep(0.01)
         for i, prompt in enumerate(tqdm(prompts, desc="bench link, rounds", unit="answer")):
             tokens = tuple(tokenizer.chat([{"role": "user", "content": prompt}]))
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
             async for _event in service.generate(Call(f"link-{i}", tokens, (), params)):
                 pass
-        service.stop()
+        await service.stop()
     return times
+
+
+class _Heard(asyncio.Queue[Response]):
+    """What comes over a link."""
+
+    def linked(self, link: VerifyLink) -> None:
+        """As `Listener` says."""
+
+    def received(self, link: VerifyLink, response: Response) -> None:
+        """As `Listener` says."""
+        self.put_nowait(response)
+
+    def broken(self, link: VerifyLink, error: WealdError) -> None:
+        """As `Listener` says."""
+        raise error
 
 
 def _parts(times: Sequence[RoundTimes], wire: dict[str, Any]) -> list[dict[str, Any]]:
@@ -155,13 +172,14 @@ async def _wire(name: str, address: str, echo_address: str, rounds: int) -> dict
     proposals = Proposals((Proposal(name, 1, 0, 0, tree),))
     up = convert.request_to_proto(proposals).ByteSize()
     down = convert.response_to_proto(_answer(proposals.proposals[0], _block(width, dtype), 0)).ByteSize()
-    arrived: asyncio.Queue[Response] = asyncio.Queue()
+    arrived = _Heard()
     flights: list[int] = []
     echoes: list[int] = []
     async with (
-        linked(address, None, arrived.put_nowait, lambda *_: None) as link,
+        Links([address], None, arrived) as links,
         connect(echo_address) as raw_channel,
     ):
+        link = links[address]
         while not link.connected:
             await asyncio.sleep(0.01)
         echo: Any = raw_channel.stream_stream(ECHO)()

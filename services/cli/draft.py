@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from services.cli.options import (
+    MEMORY,
+    Advertise,
     Authority,
     Certificate,
     Device,
@@ -16,20 +18,28 @@ from services.cli.options import (
     Key,
     Model,
     Port,
+    StoreUrl,
     memory_size,
     mutual_tls,
+    placed_at,
 )
 from services.types.configuration import DraftConfig, TreeShape
+from services.types.errors import invalid
 
 _DRAFT = DraftConfig()
 
 
 def draft(
     model: Model,
-    verify: Annotated[list[str], typer.Option(metavar="HOST:PORT", help="A verify replica. Repeatable.")],
+    verify: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="A verify replica, besides those of the store. Repeatable."),
+    ] = None,
     speculative_model: Head = None,
     host: Host = "127.0.0.1",
     port: Port = 50052,
+    advertise: Advertise = None,
+    store: StoreUrl = MEMORY,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[
@@ -52,6 +62,9 @@ def draft(
     tls_authority: Authority = None,
 ) -> None:
     """Serve generations: draft trees for the verify replicas, stream what they commit."""
+    if not verify and store == MEMORY:
+        raise invalid("name verify replicas with --verify, or the store that lists them with --store")
+    place = placed_at(host, port, advertise, drain, store)
     config = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
@@ -59,6 +72,7 @@ def draft(
     from services.cli.process import announce, stopped_by_signal
     from services.draft.serving import load, run
     from services.local.models import head_of, precision, quiet, usable_device
+    from services.sessions.opening import opened
 
     placed = usable_device(device)
     with quiet():
@@ -74,6 +88,7 @@ def draft(
 
     async def serve() -> None:
         ready = announce(f"weald draft: {model} at {host}")
-        await run(service, status, f"{host}:{port}", verify, tls, ready, stopped_by_signal(), drain)
+        async with opened(store) as sessions:
+            await run(service, status, place, sessions, verify or (), tls, ready, stopped_by_signal())
 
     asyncio.run(serve())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from services.types.configuration import Place
 from services.types.errors import invalid
 
 if TYPE_CHECKING:
@@ -24,6 +25,18 @@ Head = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen at.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
 Drain = Annotated[float, typer.Option(metavar="SECONDS", help="How long sessions may go on at shutdown.")]
+MEMORY = "memory://"
+StoreUrl = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Journal and registry: redis://…, rediss://…, what weald store tells, or memory:// for one process.",
+    ),
+]
+Advertise = Annotated[
+    str | None, typer.Option(metavar="HOST[:PORT]", help="Where others reach this replica; absent: --host.")
+]
 Certificate = Annotated[
     Path | None,
     typer.Option(help="Own certificate, PEM; the three together: mutual TLS.", rich_help_panel="TLS"),
@@ -64,3 +77,14 @@ def mutual_tls(certificate: Path | None, key: Path | None, authority: Path | Non
     if certificate or key or authority:
         raise invalid("mutual TLS needs all of --tls-certificate, --tls-key and --tls-authority")
     return None
+
+
+def placed_at(host: str, port: int, advertise: str | None, drain_s: float, store: str) -> Place:
+    """Where a replica serves.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when a registry would list an address that nobody can call.
+    """
+    if store != MEMORY and advertise is None and host in {"0.0.0.0", "::", "[::]", ""}:
+        raise invalid(f"--host {host or '(empty)'} is no address others can call; give one with --advertise")
+    return Place(host, port, advertise, drain_s)

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.options import (
+    MEMORY,
+    Advertise,
     Authority,
     Certificate,
     Device,
@@ -15,8 +17,10 @@ from services.cli.options import (
     Key,
     Model,
     Port,
+    StoreUrl,
     memory_size,
     mutual_tls,
+    placed_at,
 )
 from services.types.configuration import VerifyLimits
 from services.types.errors import invalid
@@ -36,6 +40,8 @@ def verify(
     model: Model,
     host: Host = "127.0.0.1",
     port: Port = 50051,
+    advertise: Advertise = None,
+    store: StoreUrl = MEMORY,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_cache_memory: Annotated[
@@ -63,6 +69,7 @@ def verify(
 ) -> None:
     """Serve the target: verify draft trees of many sessions at once."""
     limits = VerifyLimits(max_num_batched_tokens, max_num_seqs, max_waiting, expiry)
+    place = placed_at(host, port, advertise, drain, store)
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
     if rank is not None and (rank >= tensor_parallel_size or master_port is None):
@@ -74,6 +81,7 @@ def verify(
     from services.engine.ranks import follow
     from services.engine.target import Target
     from services.local.models import precision, quiet, usable_device
+    from services.sessions.opening import opened
     from services.verify.serving import load, run
 
     placed = usable_device(device)
@@ -97,6 +105,7 @@ def verify(
 
         async def serve() -> None:
             ready = announce(f"weald verify: {model} at {host}")
-            await run(service, status, f"{host}:{port}", tls, ready, stopped_by_signal(), drain)
+            async with opened(store) as sessions:
+                await run(service, status, place, sessions, tls, ready, stopped_by_signal())
 
         asyncio.run(serve())

@@ -1,31 +1,30 @@
-"""The draft service: one thread that drafts for all sessions whose verifier wants a tree."""
+"""The draft service: sessions with their callers, their verify replicas and their journal."""
 
 import asyncio
 import logging
-import queue
 import secrets
-import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, replace
 
 from services.draft.drafter import Drafter
+from services.draft.generating import Generating, Lost, Opening
 from services.draft.link import VerifyLink
-from services.draft.routing import route
-from services.engine.transfer import from_block
+from services.draft.thread import DraftThread
+from services.sessions.journal import Journal
+from services.sessions.routing import route
+from services.sessions.store import Store
 from services.types.errors import ErrorCode, WealdError, incompatible, invalid
 from services.types.messages import (
     Call,
     Close,
+    Draining,
     Event,
     Failure,
-    FeatureBlock,
     Features,
     Finished,
-    Open,
-    Proposal,
-    Proposals,
+    Moved,
     Replies,
     Reply,
     Response,
@@ -33,9 +32,16 @@ from services.types.messages import (
     Started,
     StepTimings,
 )
+from services.types.replica import ReplicaKind
 from services.types.sampling import SEED_BITS
-from services.types.session import Session
-from services.types.tree import DraftTree
+from services.types.session import MOVES, Record, Session
+
+RECOVER_S = 30.0
+"""A session that loses its verify replica and finds no other for so long ends with an error."""
+FLUSH_S = 5.0
+"""How long the end of the service waits for the journal."""
+LOSSES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.UNKNOWN_SESSION})
+"""What a verify replica says of a session that can go on elsewhere."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,35 +62,8 @@ class RoundTimes:
     """Of these in the target step."""
 
 
-@dataclass(slots=True, eq=False)
-class _Generating:
-    """One session. Its drafting state belongs to the thread, the rest to the event loop."""
-
-    call: Call
-    session: Session
-    epoch: int
-    link: VerifyLink
-    position: int
-    """Tokens so far."""
-    events: asyncio.Queue[Event | WealdError] = field(default_factory=asyncio.Queue)
-    cached: int = 0
-    tree: DraftTree | None = None
-    """The latest proposal, until its reply."""
-    drafted_ns: int = 0
-    arrived_ns: int = 0
-    """When the latest reply arrived."""
-    sent_ns: int = 0
-    """When the latest tree was sent."""
-    retired: bool = False
-    """The head's pages have run out: no more trees."""
-
-    @property
-    def id(self) -> str:
-        return self.session.id
-
-
 class DraftService:
-    """Sessions in, trees out: the event loop talks, the thread drafts."""
+    """Sessions in, tokens out: the event loop talks to all sides, the thread drafts."""
 
     def __init__(
         self,
@@ -97,65 +76,94 @@ class DraftService:
         """Draft with `drafter`, at most `max_num_seqs` sessions at once; `observe` is told of every round."""
         self.drafter = drafter
         self.fingerprint = fingerprint
-        self.links: dict[str, VerifyLink] = {}
+        self.links: Mapping[str, VerifyLink] = {}
         """Verify replicas by address."""
+        self.draining = False
+        """Whether this replica goes away: it takes no new sessions."""
+        self._thread = DraftThread(drafter, fingerprint)
         self._counters: Counter[str] = Counter()
         self._max_num_seqs = max_num_seqs
         self._observe = observe
-        self._sessions: dict[str, _Generating] = {}
-        self._wanting: dict[_Generating, Reply] = {}
-        self._inbox: queue.SimpleQueue[tuple[_Generating, Call | Reply | Features | Close] | None]
-        self._inbox = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
-        self._draining = False
-        self._loop: asyncio.AbstractEventLoop
+        self._sessions: dict[str, Generating] = {}
+        self._journal: Journal
+        self._writing: asyncio.Task[None]
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def start(self) -> None:
-        """Begin drafting; the running event loop is the one that serves."""
-        self._loop = asyncio.get_running_loop()
+    def start(self, store: Store) -> None:
+        """Begin drafting, with the journal in `store`; the running event loop is the one that serves."""
+        self._journal = Journal(store, self._fenced)
+        self._writing = asyncio.create_task(self._journal.run())
         self._thread.start()
 
     def counters(self) -> dict[str, int]:
-        """Events since the start: trees drafted, sessions retired, tokens that went through the head."""
-        return dict(self._counters) | {"tokens_forwarded": self.drafter.tokens_forwarded}
+        """Since the start: trees drafted, sessions retired, handed over and recovered, tokens that went
+        through the head, and what the journal wrote and still has to write.
+        """
+        return {
+            **self._thread.counters,
+            **self._counters,
+            **self._journal.counters,
+            "journal_backlog_tokens": self._journal.backlog,
+            "tokens_forwarded": self.drafter.tokens_forwarded,
+        }
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new calls and wait for the running ones; whether all of them finished in time."""
-        self._draining = True
+        """Refuse new calls, ask callers to leave, serve those that stay; whether all ended in time."""
+        self.draining = True
+        for generating in self._sessions.values():
+            generating.events.put_nowait(Draining())
         deadline = time.monotonic() + timeout_s
         while self._sessions and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._sessions
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._inbox.put(None)
-        self._thread.join()
+    async def stop(self) -> None:
+        """End the thread, and write what the journal lacks if the store takes it soon."""
+        await asyncio.to_thread(self._thread.stop)
+        await self._journal.flush(FLUSH_S)
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
 
     async def generate(self, call: Call) -> AsyncGenerator[Event, None]:
         """Serve one call; leaving the iterator early frees what it held, here and at the verifier.
 
+        A session that loses its verify replica goes on at another one.
+
         Raises:
-            WealdError: as the verifier does, `RESOURCE_EXHAUSTED` when too many sessions are served here,
-                `UNAVAILABLE` when no verify replica is connected or the session's one is lost.
+            WealdError: as the verifier and `Journal.begin` do; `RESOURCE_EXHAUSTED` when too many sessions
+                are served here; `UNAVAILABLE` when no verify replica can serve the session, for a running one
+                after `RECOVER_S` seconds; `STALE_EPOCH` when a later call has taken the session over.
         """
-        generating = self._begin(call)
+        generating = await self._begin(call)
         try:
             while True:
-                event = await generating.events.get()
-                if isinstance(event, WealdError):
-                    raise event
-                yield event
-                if isinstance(event, Finished):
-                    return
+                match event := await generating.events.get():
+                    case WealdError():
+                        raise event
+                    case Lost():
+                        if moved := await self._move(generating, event):
+                            yield moved
+                    case Started():
+                        yield event
+                        if generating.replay:
+                            yield generating.replay
+                    case Finished():
+                        yield event
+                        return
+                    case _:
+                        yield event
         finally:
-            del self._sessions[generating.id]
-            self._inbox.put((generating, Close(generating.id, generating.epoch)))
+            self._end(generating)
 
-    def received(self, response: Response) -> None:
+    def linked(self, link: VerifyLink) -> None:
+        """A stream has begun: sessions that had nowhere to go leave replicas that drain."""
+        for other in self.links.values():
+            if other.draining:
+                self._evacuate(other)
+
+    def received(self, link: VerifyLink, response: Response) -> None:
         """Take what a verify replica says: tokens go to the caller at once, the rest to the thread."""
         match response:
             case Replies():
@@ -164,42 +172,77 @@ class DraftService:
                         self._committed(generating, reply, response.timings)
             case Features():
                 if generating := self._current(response.session, response.epoch):
-                    self._inbox.put((generating, response))
+                    self._thread.put(generating, response)
             case Failure():
                 if generating := self._current(response.session, response.epoch):
-                    generating.events.put_nowait(response.error)
+                    self._failed(generating, response.error)
+            case Draining():
+                self._evacuate(link)
 
     def broken(self, link: VerifyLink, error: WealdError) -> None:
-        """A stream has ended: so have its sessions."""
+        """A stream has ended: its sessions go on elsewhere."""
         for generating in self._sessions.values():
-            if generating.link is link:
-                generating.events.put_nowait(error)
+            if generating.opening and generating.opening.link is link:
+                generating.events.put_nowait(Lost(generating.opening, error))
 
-    def _begin(self, call: Call) -> _Generating:
+    def _evacuate(self, link: VerifyLink) -> None:
+        """Move the sessions of a replica that drains, if there is another one; otherwise they stay."""
+        if self._able():
+            for generating in self._sessions.values():
+                opening = generating.opening
+                if opening and opening.link is link and not generating.leaving:
+                    generating.leaving = True
+                    generating.events.put_nowait(Lost(opening, _gone(link.address), draining=True))
+
+    def _failed(self, generating: Generating, error: WealdError) -> None:
+        """A verify replica ended a session, which goes on elsewhere if that can help."""
+        if generating.opening is None:
+            return  # The text is over; a late tree found no session.
+        generating.refusals.add(generating.opening.link.address)
+        elsewhere = generating.output or self._able().keys() - generating.refusals
+        if error.code in LOSSES or (error.code is ErrorCode.RESOURCE_EXHAUSTED and elsewhere):
+            generating.events.put_nowait(Lost(generating.opening, error))
+        else:
+            generating.events.put_nowait(error)
+
+    def _fenced(self, id: str, epoch: int) -> None:
+        """Another replica has leased a session."""
+        if (generating := self._sessions.get(id)) and generating.epoch // MOVES == epoch // MOVES:
+            generating.events.put_nowait(_taken_over(id))
+
+    async def _begin(self, call: Call) -> Generating:
+        """Lease a session and open it at a verify replica; one that has ended is told from the journal."""
         self._admit(call)
         seed = secrets.randbits(SEED_BITS) if call.params.seed is None else call.params.seed
         session = Session(call.session, call.prompt, call.params, seed, call.output)
-        if session.id in self._sessions:
-            raise WealdError(ErrorCode.ALREADY_EXISTS, f"session {session.id} is being served here already")
-        serving = {address: 0 for address, link in self.links.items() if link.connected}
-        for other in self._sessions.values():
-            if other.link.address in serving:
-                serving[other.link.address] += 1
-        link = self.links[route(session.tokens, serving)]
-        if link.fingerprint != self.fingerprint:
-            raise incompatible(
-                f"the verify replica at {link.address} serves another target than this head was loaded for; "
-                "start both services with the same --model"
-            )
-        # The wall clock orders takeovers: a session opened later, here or elsewhere, has the higher epoch.
-        generating = _Generating(call, session, time.time_ns(), link, len(session.tokens))
-        generating.arrived_ns = time.perf_counter_ns()
+        record = await self._journal.begin(session, self.fingerprint)
+        session = record.session
+        if earlier := self._sessions.get(session.id):
+            earlier.events.put_nowait(_taken_over(session.id))
+            self._end(earlier)
+        replay = _replay(record, len(call.output))
+        generating = Generating(call, session, record.epoch, list(session.output), replay)
         self._sessions[session.id] = generating
-        self._inbox.put((generating, call))
+        if record.finish:
+            generating.events.put_nowait(Started(session.id, session.seed, 0, ""))
+            generating.finish(record.finish)
+            return generating
+        try:
+            self._open(generating, self._choose(generating))
+        except WealdError:
+            self._end(generating)
+            raise
         return generating
 
+    def _end(self, generating: Generating) -> None:
+        """Free what a session holds, unless a later call has done so."""
+        if self._current(generating.id, generating.epoch) is generating:
+            del self._sessions[generating.id]
+            self._journal.leave(generating.id, generating.epoch)
+            self._thread.put(generating, Close(generating.id, generating.epoch))
+
     def _admit(self, call: Call) -> None:
-        if self._draining:
+        if self.draining:
             raise WealdError(ErrorCode.UNAVAILABLE, "this draft replica is shutting down; ask another one")
         if len(self._sessions) >= self._max_num_seqs:
             raise WealdError(
@@ -208,25 +251,85 @@ class DraftService:
                 "draft replica",
                 retry_after_s=1.0,
             )
-        if not call.prompt:
-            raise invalid("the prompt is empty; give at least one token")
         vocabulary = self.drafter.head.embedding.shape[0]
         for token in (*call.prompt, *call.output):
             if not 0 <= token < vocabulary:
                 raise invalid(f"token {token} is not in the target's vocabulary of {vocabulary}")
 
-    def _current(self, id: str, epoch: int) -> _Generating | None:
+    def _able(self) -> dict[str, int]:
+        """Sessions at each verify replica that can take more: what it says, or more if we know of more."""
+        able = {
+            address: link
+            for address, link in self.links.items()
+            if link.open and link.fingerprint == self.fingerprint
+        }
+        ours = Counter(g.opening.link.address for g in self._sessions.values() if g.opening)
+        return {address: max(link.load, ours[address]) for address, link in able.items()}
+
+    def _choose(self, generating: Generating) -> VerifyLink:
+        """A verify replica for a session; one that failed it only where there is no other."""
+        able = self._able()
+        if not able and (others := [link for link in self.links.values() if link.open]):
+            raise incompatible(
+                f"the verify replica at {others[0].address} serves another target than this head was loaded "
+                "for; start both services with the same --model"
+            )
+        fresh = {address: count for address, count in able.items() if address not in generating.refusals}
+        tokens = (*generating.session.prompt, *generating.output)
+        return self.links[route(ReplicaKind.VERIFY, tokens, fresh or able)]
+
+    def _open(self, generating: Generating, link: VerifyLink) -> None:
+        session = replace(generating.session, output=tuple(generating.output))
+        generating.opening = Opening(session, generating.epoch, link)
+        self._thread.put(generating, generating.opening)
+
+    async def _move(self, generating: Generating, lost: Lost) -> Moved | None:
+        """Go on at another verify replica, or at the same one once it is back; its text stays the same."""
+        generating.leaving = False
+        if lost.opening is not generating.opening:
+            return None
+        link = await self._other(generating, lost)
+        if link is None:
+            return None
+        self._thread.put(generating, Close(generating.id, generating.epoch))
+        generating.epoch += 1
+        self._open(generating, link)
+        self._counters["handed_over_sessions" if lost.draining else "recovered_sessions"] += 1
+        return Moved(ReplicaKind.VERIFY, link.address, lost.error.code in LOSSES and not lost.draining)
+
+    async def _other(self, generating: Generating, lost: Lost) -> VerifyLink | None:
+        """The verify replica to go on at; None to stay where the present one still serves."""
+        generating.lost_at = generating.lost_at or time.monotonic()
+        while time.monotonic() < generating.lost_at + RECOVER_S:
+            if not lost.draining:
+                await asyncio.sleep(next(generating.pauses))
+            try:
+                return self._choose(generating)
+            except WealdError as none:
+                _log.info("session %s: %s", generating.id, none)
+                if lost.draining:
+                    return None
+        raise WealdError(
+            lost.error.code,
+            f"{lost.error.message}; no other verify replica could serve the session within {RECOVER_S:.0f} s",
+            retry_after_s=lost.error.retry_after_s,
+        )
+
+    def _current(self, id: str, epoch: int) -> Generating | None:
         generating = self._sessions.get(id)
         return generating if generating and generating.epoch == epoch else None
 
-    def _committed(self, generating: _Generating, reply: Reply, timings: StepTimings) -> None:
-        """Hand on what a target step committed."""
+    def _committed(self, generating: Generating, reply: Reply, timings: StepTimings) -> None:
+        """Hand on what a target step committed: to the journal, the caller and the thread."""
         now, outcome = time.perf_counter_ns(), reply.outcome
         tree = generating.tree if reply.nodes > 1 else None
         if tree and self._observe:
             wall, flight = now - generating.arrived_ns, now - generating.sent_ns
             self._observe(RoundTimes(wall, generating.drafted_ns, flight, reply.turnaround_ns, timings))
+        generating.output += outcome.tokens
+        self._journal.write(generating.id, generating.epoch, outcome.tokens, outcome.finish)
         if outcome.tokens:
+            generating.progressed()
             generating.events.put_nowait(
                 Round(
                     position=reply.position,
@@ -241,114 +344,29 @@ class DraftService:
                 )
             )
         generating.arrived_ns = now
-        generating.position += len(outcome.tokens)
         if outcome.finish:
-            prompt = len(generating.session.prompt)
-            count = generating.position - prompt
-            generating.events.put_nowait(Finished(outcome.finish, prompt, count, generating.cached))
+            generating.opening = None
+            generating.finish(outcome.finish)
         elif generating.call.speculative:
-            self._inbox.put((generating, reply))
+            self._thread.put(generating, reply)
 
-    def _run(self) -> None:
-        while self._receive():
-            self._draft()
 
-    def _receive(self) -> bool:
-        """Take in everything that has arrived, waiting for the first; False at the end."""
-        item = self._inbox.get()
-        while item is not None:
-            try:
-                self._take(*item)
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return True
-        return False
+def _replay(record: Record, delivered: int) -> Round | None:
+    """What the journal has behind the output delivered."""
+    session = record.session
+    tokens = session.output[delivered:]
+    position = len(session.prompt) + delivered
+    return Round(position, tokens, 0, 0, 0, 0, finish=record.finish) if tokens else None
 
-    def _take(self, generating: _Generating, message: Call | Reply | Features | Close) -> None:
-        id = generating.id
-        try:
-            match message:
-                case Call():
-                    self._open(generating, message)
-                case Features():
-                    self._tell(id, (), message.block)
-                case Reply():
-                    self._tell(id, message.outcome.tokens, message.features)
-                    self._wanting.pop(generating, None)
-                    if message.wanted:
-                        self._wanting[generating] = message
-                case Close():
-                    self._wanting.pop(generating, None)
-                    self.drafter.close(id)
-                    generating.link.send(message)
-        except Exception as error:
-            self._fail([generating], error)
 
-    def _open(self, generating: _Generating, call: Call) -> None:
-        session, tokens = generating.session, generating.session.tokens
-        generating.cached = self.drafter.open(generating.id, tokens, call.draft) if call.speculative else 0
-        from_ = generating.cached if call.speculative else len(tokens)
-        started = Started(session.id, session.seed, generating.cached, generating.link.address)
-        self._post(generating, started)
-        generating.link.send(
-            Open(
-                session,
-                generating.epoch,
-                self.fingerprint,
-                call.speculative,
-                from_,
-                call.traceparent,
-            )
-        )
+def _gone(address: str) -> WealdError:
+    return WealdError(
+        ErrorCode.UNAVAILABLE, f"the verify replica at {address} goes away; open the session at another"
+    )
 
-    def _tell(self, id: str, tokens: Sequence[int], block: FeatureBlock | None) -> None:
-        embedding = self.drafter.head.embedding
-        features = from_block(block, embedding.dtype, embedding.device) if block else embedding[:0]
-        self.drafter.advance(id, tokens, features)
 
-    def _draft(self) -> None:
-        """A tree for every session that is to have one; each verify replica gets its trees in one message."""
-        wanting, self._wanting = self._wanting, {}
-        if not wanting:
-            return
-        started = time.perf_counter_ns()
-        try:
-            trees = self._propose(wanting)
-        except Exception as error:
-            self._fail(list(wanting), error)
-            return
-        drafted = time.perf_counter_ns()
-        ready: dict[VerifyLink, list[Proposal]] = defaultdict(list)
-        for (generating, reply), tree in zip(wanting.items(), trees, strict=True):
-            root = reply.position + len(reply.outcome.tokens) - 1
-            generating.tree, generating.drafted_ns, generating.sent_ns = tree, drafted - started, drafted
-            ready[generating.link].append(Proposal(generating.id, generating.epoch, reply.round, root, tree))
-        for link, proposals in ready.items():
-            link.send(Proposals(tuple(proposals)))
-        self._counters["trees_drafted"] += len(trees)
-
-    def _propose(self, wanting: Mapping[_Generating, Reply]) -> list[DraftTree]:
-        """A tree for each session: the root alone where the head's pages have run out."""
-        while True:
-            drafting = [generating for generating in wanting if not generating.retired]
-            try:
-                trees = self.drafter.propose([generating.id for generating in drafting])
-                break
-            except WealdError as error:
-                if error.code is not ErrorCode.RESOURCE_EXHAUSTED:
-                    raise
-                drafting[-1].retired = True
-                self.drafter.retire(drafting[-1].id)
-                self._counters["retired_sessions"] += 1
-        grown = dict(zip(drafting, trees, strict=True))
-        return [grown.get(g) or DraftTree.root(reply.outcome.tokens[-1]) for g, reply in wanting.items()]
-
-    def _fail(self, generating: Sequence[_Generating], error: Exception) -> None:
-        if not isinstance(error, WealdError):
-            _log.exception("drafting failed", exc_info=error)
-            error = WealdError(ErrorCode.INTERNAL, "drafting failed; the log of the draft service says why")
-        for one in generating:
-            self._post(one, error)
-
-    def _post(self, generating: _Generating, event: Event | WealdError) -> None:
-        self._loop.call_soon_threadsafe(generating.events.put_nowait, event)
+def _taken_over(id: str) -> WealdError:
+    return WealdError(
+        ErrorCode.STALE_EPOCH,
+        f"a later call has taken session {id} over; what comes now is delivered there",
+    )

@@ -2,20 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 
 import torch
 
 from services.draft.drafter import Drafter
-from services.draft.link import linked
+from services.draft.link import Links
 from services.draft.service import DraftService, RoundTimes
 from services.draft.servicer import DraftServicer
 from services.engine.checkpoints import fingerprint, read_embeddings, resolve
 from services.engine.head import EagleHead
 from services.engine.pages import PAGE_SIZE
 from services.engine.transfer import dtype_name
-from services.types.configuration import DraftConfig
+from services.sessions.registry import Directory, announce
+from services.sessions.store import Store
+from services.types.configuration import DraftConfig, Place
 from services.types.messages import DraftStatus
+from services.types.replica import Replica, ReplicaKind
 from services.wire.server import serve
 from services.wire.transport import Tls
 
@@ -73,27 +75,47 @@ def load(
 async def run(
     service: DraftService,
     status: DraftStatus,
-    address: str,
+    place: Place,
+    store: Store,
     verifiers: Sequence[str],
     tls: Tls | None,
     ready: Callable[[int], None],
     stopping: asyncio.Event,
-    drain_s: float,
 ) -> None:
-    """Serve until `stopping` is set, then drain; `ready` is told the port.
+    """Serve until `stopping` is set, then drain.
+
+    Args:
+        service: not started yet.
+        status: what it says of itself.
+        place: where it serves.
+        store: of its journal; its registry lists this replica, and verify replicas to use.
+        verifiers: further verify replicas, host:port.
+        tls: of both sides.
+        ready: told the port when calls can come.
+        stopping: set to end.
 
     Raises:
         WealdError: `INVALID_ARGUMENT` when the address cannot be used.
     """
-    async with AsyncExitStack() as stack:
-        for verifier in dict.fromkeys(verifiers):
-            link = linked(verifier, tls, service.received, service.broken)
-            service.links[verifier] = await stack.enter_async_context(link)
-        service.start()
-        stack.callback(service.stop)
-        server = await serve(DraftServicer(service, status), address, tls)
+    server = await serve(DraftServicer(service, status), f"{place.host}:{place.port}", tls)
+    address = place.address(server.port)
+
+    def replica() -> Replica:
+        return Replica(
+            ReplicaKind.DRAFT, address, status.fingerprint, status.model, len(service), service.draining
+        )
+
+    async with Links(verifiers, tls, service) as links:
+        service.links = links
+        service.start(store)
+        directory = Directory(store, ReplicaKind.VERIFY, links.told)
+        listing = [asyncio.create_task(directory.run()), asyncio.create_task(announce(store, replica))]
         ready(server.port)
         await stopping.wait()
         await server.drain()
-        await service.drain(drain_s)
+        await service.drain(place.drain_s)
         await server.stop(1.0)
+        for task in listing:
+            task.cancel()
+        await asyncio.gather(*listing, return_exceptions=True)
+        await service.stop()

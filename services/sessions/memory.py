@@ -1,6 +1,7 @@
 """The store of one process, and the plain twin of the real one."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,13 +22,14 @@ class MemoryStore:
     ) -> None:
         """Keep sessions for so many seconds after their last write; `clock` tells seconds."""
         self._unfinished_s, self._finished_s, self._clock = unfinished_s, finished_s, clock
-        self._sessions: dict[str, tuple[Record, float]] = {}
+        # Each with when it expires. Whatever is written moves to the end, so what expires first stands first.
+        self._unfinished: OrderedDict[str, tuple[Record, float]] = OrderedDict()
+        self._finished: OrderedDict[str, tuple[Record, float]] = OrderedDict()
         self._replicas: dict[tuple[ReplicaKind, str], tuple[Replica, float]] = {}
 
     async def create(self, record: Record) -> None:
         """As `Store` says."""
-        self._expire()
-        if record.session.id in self._sessions:
+        if self._find(record.session.id):
             raise exists(record.session.id)
         self._keep(record)
 
@@ -54,7 +56,8 @@ class MemoryStore:
 
     async def replicas(self, kind: ReplicaKind) -> list[Replica]:
         """As `Store` says."""
-        self._expire()
+        now = self._clock()
+        self._replicas = {key: found for key, found in self._replicas.items() if found[1] > now}
         listed = [replica for replica, _ in self._replicas.values() if replica.kind is kind]
         return sorted(listed, key=lambda replica: replica.address)
 
@@ -62,10 +65,9 @@ class MemoryStore:
         """As `Store` says."""
 
     def _append(self, append: Append) -> int | WealdError:
-        try:
-            record = self._known(append.session)
-        except WealdError as error:
-            return error
+        record = self._find(append.session)
+        if record is None:
+            return unknown(append.session)
         if append.epoch < record.epoch:
             return stale(append.session, append.epoch, record.epoch)
         output, end = record.session.output, append.position + len(append.tokens)
@@ -79,19 +81,25 @@ class MemoryStore:
         return len(output)
 
     def _keep(self, record: Record) -> Record:
-        expires = self._clock() + (self._finished_s if record.finish else self._unfinished_s)
-        self._sessions[record.session.id] = record, expires
+        id = record.session.id
+        self._unfinished.pop(id, None)
+        self._finished.pop(id, None)
+        if record.finish:
+            self._finished[id] = record, self._clock() + self._finished_s
+        else:
+            self._unfinished[id] = record, self._clock() + self._unfinished_s
         return record
 
     def _known(self, id: str) -> Record:
-        self._expire()
-        if id not in self._sessions:
+        record = self._find(id)
+        if record is None:
             raise unknown(id)
-        return self._sessions[id][0]
+        return record
 
-    def _expire(self) -> None:
+    def _find(self, id: str) -> Record | None:
         now = self._clock()
-        for id in [id for id, (_, expires) in self._sessions.items() if expires <= now]:
-            del self._sessions[id]
-        for key in [key for key, (_, expires) in self._replicas.items() if expires <= now]:
-            del self._replicas[key]
+        for sessions in (self._unfinished, self._finished):
+            while sessions and next(iter(sessions.values()))[1] <= now:
+                sessions.popitem(last=False)
+        found = self._unfinished.get(id) or self._finished.get(id)
+        return found[0] if found else None

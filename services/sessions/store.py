@@ -62,9 +62,10 @@ class Store(Protocol):
         An epoch above the known one becomes the known one, and its tokens replace all from their position on.
 
         Returns:
-            For each the output tokens of its session now, or the session's error: `UNKNOWN_SESSION`, or
-            `STALE_EPOCH` when the epoch is below the known one. A count below the position says that tokens
-            before it are missing; nothing was written then.
+            For each the output tokens of its session now, or the session's error: `UNKNOWN_SESSION`,
+            `STALE_EPOCH` when the epoch is below the known one, or `UNAVAILABLE` when the store refuses this
+            one alone. A count below the position says that tokens before it are missing; nothing was written
+            then.
         """
 
     async def register(self, replica: Replica, ttl_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How trees are drafted."""
+"""How trees are drafted, what a replica takes on, and where it serves."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -70,3 +70,30 @@ class VerifyLimits:
             raise invalid(f"max_waiting must not be negative, got {self.max_waiting}")
         if self.expiry_s <= 0:
             raise invalid(f"the expiry must be above 0 seconds, got {self.expiry_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a replica serves, where others find it, and how it leaves.
+
+    Raises `WealdError(INVALID_ARGUMENT)` on construction when the seconds are out of range.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+    port: int = 0
+    """0 takes a free one."""
+    advertised: str | None = None
+    """Host, or host:port, at which others reach it; None: as it listens."""
+    drain_s: float = 30.0
+    """How long sessions may go on at shutdown."""
+
+    def __post_init__(self) -> None:
+        if self.drain_s < 0:
+            raise invalid(f"the time to drain must not be negative, got {self.drain_s}")
+
+    def address(self, port: int) -> str:
+        """host:port at which others reach the replica that listens at `port`."""
+        named = self.advertised or self.host
+        with_port = named.count(":") == 1 or "]:" in named
+        return named if with_port else f"{named}:{port}"

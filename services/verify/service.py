@@ -48,6 +48,8 @@ class VerifyService:
         self.verifier = verifier
         self.limits = limits
         self.fingerprint = fingerprint
+        self.draining = False
+        """Whether this replica goes away: it takes no new sessions."""
         self.loop_lag_ns = 0
         self.failed: WealdError | None = None
         """Why the service ended by itself."""
@@ -55,7 +57,6 @@ class VerifyService:
         self._inbox: queue.SimpleQueue[tuple[Link, Request | None, float]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
         self._beat = 0.0
-        self._draining = False
         self._stopped = threading.Event()
         self._ended: Callable[[], object] = lambda: None
         pool = verifier.pool
@@ -77,8 +78,8 @@ class VerifyService:
         self._inbox.put((link, request, time.monotonic()))
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new sessions and wait for the running ones; whether all of them finished in time."""
-        self._draining = True
+        """Refuse new sessions and wait for the running ones to end or leave; whether all did in time."""
+        self.draining = True
         deadline = time.monotonic() + timeout_s
         while self._attended() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -176,7 +177,7 @@ class VerifyService:
             self._scheduler.enqueue(request, link)
 
     def _check(self, request: Open) -> None:
-        if self._draining:
+        if self.draining:
             raise WealdError(
                 ErrorCode.UNAVAILABLE, "this verify replica is shutting down; open the session at another"
             )

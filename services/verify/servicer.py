@@ -8,7 +8,7 @@ from typing import Protocol
 import grpc
 
 from services.types.errors import WealdError
-from services.types.messages import Failure, Load, Request, Response, VerifyStatus
+from services.types.messages import Draining, Failure, Load, Request, Response, VerifyStatus
 from services.wire import convert
 from services.wire.chunks import pieces
 from weald.v1 import verify_pb2, verify_pb2_grpc
@@ -65,6 +65,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._service = service
         self._status = status
         self._links: set[StreamLink] = set()
+        self._draining = False
 
     async def Verify(
         self,
@@ -74,6 +75,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         """One stream of one draft replica; its sessions outlive it for a while."""
         link = StreamLink()
         self._links.add(link)
+        if self._draining:
+            link.post([Draining()])
         reading = asyncio.create_task(self._read(request_iterator, link))
         try:
             async for response in link:
@@ -94,6 +97,12 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         """What this replica is and does."""
         status = replace(self._status, load=self._service.load(), counters=self._service.counters())
         return convert.verify_status_to_proto(status)
+
+    def drain(self) -> None:
+        """Ask all drafters to open their sessions elsewhere."""
+        self._draining = True
+        for link in self._links:
+            link.post([Draining()])
 
     def close(self) -> None:
         """End every stream behind what has been posted to it."""

@@ -12,8 +12,11 @@ from services.engine.pages import PAGE_SIZE
 from services.engine.ranks import Ranks
 from services.engine.target import Target
 from services.engine.transfer import dtype_name
-from services.types.configuration import VerifyLimits
+from services.sessions.registry import announce
+from services.sessions.store import Store
+from services.types.configuration import Place, VerifyLimits
 from services.types.messages import Load, VerifyStatus
+from services.types.replica import Replica, ReplicaKind
 from services.verify.service import VerifyService
 from services.verify.servicer import VerifyServicer
 from services.verify.verifier import Verifier
@@ -72,28 +75,50 @@ def load(
 async def run(
     service: VerifyService,
     status: VerifyStatus,
-    address: str,
+    place: Place,
+    store: Store,
     tls: Tls | None,
     ready: Callable[[int], None],
     stopping: asyncio.Event,
-    drain_s: float,
 ) -> None:
-    """Serve until `stopping` is set, then drain; `ready` is told the port.
+    """Serve until `stopping` is set, then drain.
+
+    Args:
+        service: not started yet.
+        status: what it says of itself.
+        place: where it serves.
+        store: whose registry lists this replica.
+        tls: of both sides.
+        ready: told the port when streams can come.
+        stopping: set to end.
 
     Raises:
-        WealdError: what ended the service, when it ended by itself.
+        WealdError: `INVALID_ARGUMENT` when the address cannot be used; what ended the service, when it ended
+            by itself.
     """
     loop = asyncio.get_running_loop()
     servicer = VerifyServicer(service, status)
-    server = await serve(servicer, address, tls)
-    watching = asyncio.create_task(_watch(service))
+    server = await serve(servicer, f"{place.host}:{place.port}", tls)
+    address = place.address(server.port)
+
+    def replica() -> Replica:
+        load = service.load()
+        sessions = load.running + load.waiting
+        return Replica(
+            ReplicaKind.VERIFY, address, status.fingerprint, status.model, sessions, service.draining
+        )
+
     service.start(partial(loop.call_soon_threadsafe, stopping.set))
+    beside = [asyncio.create_task(_watch(service)), asyncio.create_task(announce(store, replica))]
     ready(server.port)
     await stopping.wait()
-    watching.cancel()
     await server.drain()
     if service.failed is None:
-        await asyncio.to_thread(service.drain, drain_s)
+        servicer.drain()
+        await asyncio.to_thread(service.drain, place.drain_s)
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
     servicer.close()
     await server.stop(1.0)
     await asyncio.to_thread(service.stop)

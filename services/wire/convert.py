@@ -14,8 +14,8 @@ from services.types.errors import ErrorCode, WealdError, invalid
 from services.types.messages import (
     Call,
     Close,
-    Draining,
     DraftStatus,
+    Draining,
     Event,
     Failure,
     FeatureBlock,

@@ -15,7 +15,7 @@ _OPTIONS = (
     # Without it a second server on the same port would silently get half of the calls.
     ("grpc.so_reuseport", 0),
     # Clients give signs of life more often than the 5 minutes a server tolerates by itself.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_500),
 )
 
 

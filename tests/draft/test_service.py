@@ -12,20 +12,25 @@ import pytest
 from services.draft.drafter import Drafter
 from services.draft.service import DraftService, RoundTimes
 from services.engine.target import Target
+from services.sessions.memory import MemoryStore
+from services.sessions.store import Append
 from services.types.configuration import DraftConfig, TreeShape, VerifyLimits
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import (
     Call,
+    Draining,
     Event,
     Finished,
     Load,
+    Moved,
     Request,
     Response,
     Round,
     Started,
 )
+from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
-from services.types.session import FinishReason, Session
+from services.types.session import MOVES, FinishReason, Session
 from services.types.tree import DraftTree
 from services.verify.service import VerifyService
 from services.verify.verifier import Verifier
@@ -44,10 +49,16 @@ class Wire:
     def __init__(self, address: str, verifies: VerifyService, drafts: DraftService) -> None:
         self.address = address
         self.connected = True
+        self.draining = False
+        self.load = 0
         self.congested = False
         self.fingerprint = MARK
         self._verifies, self._drafts = verifies, drafts
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def open(self) -> bool:
+        return self.connected and not self.draining
 
     def send(self, request: Request) -> None:
         if self.connected:
@@ -61,10 +72,18 @@ class Wire:
         self._verifies.submit(self, None)
         self._drafts.broken(self, WealdError(ErrorCode.UNAVAILABLE, f"{self.address} is gone"))  # type: ignore[arg-type]
 
+    def mend(self) -> None:
+        self.connected = True
+        self._drafts.linked(self)  # type: ignore[arg-type]
+
+    def drain(self) -> None:
+        self.draining = True
+        self._drafts.received(self, Draining())  # type: ignore[arg-type]
+
     def _deliver(self, responses: Sequence[Response]) -> None:
         for response in responses:
             if self.connected:
-                self._drafts.received(response)
+                self._drafts.received(self, response)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -95,26 +114,28 @@ async def serve(
     verifiers: int = 1,
     max_num_seqs: int = 64,
     observe: Callable[[RoundTimes], None] | None = None,
+    store: MemoryStore | None = None,
+    limits: VerifyLimits | None = None,
 ) -> AsyncIterator[Pair]:
     """Running services, which hold nothing when all is over."""
     tasks = asyncio.all_tasks()
-    limits = VerifyLimits(expiry_s=0.1)
+    limits = limits or VerifyLimits(expiry_s=0.1)
     verifies = [
         VerifyService(Verifier(target(), num_pages=400, page_size=4), limits, MARK) for _ in range(verifiers)
     ]
     drafts = DraftService(drafter, MARK, max_num_seqs=max_num_seqs, observe=observe)
     wires = [Wire(f"verify:{i}", service, drafts) for i, service in enumerate(verifies)]
-    drafts.links.update({wire.address: wire for wire in wires})  # type: ignore[misc]
+    drafts.links = {wire.address: wire for wire in wires}  # type: ignore[misc]
     for service in verifies:
         service.start(lambda: None)
-    drafts.start()
+    drafts.start(store or MemoryStore())
     try:
         pair = Pair(drafts, verifies, wires)
         yield pair
         await pair.idle()
-        assert asyncio.all_tasks() == tasks
     finally:
-        drafts.stop()
+        await drafts.stop()
+        assert asyncio.all_tasks() == tasks
         for service in verifies:
             service.stop()
 
@@ -221,7 +242,8 @@ def test_a_caller_who_wants_trees_sees_which_path_of_each_was_accepted(
     async def scenario() -> tuple[list[Event], list[Event]]:
         async with serve(small, drafter()) as pair:
             heard = await listen(pair.drafts, call(s, want_trees=True))
-            return heard, await listen(pair.drafts, call(s, want_trees=True, draft=config))
+            chain = call(replace(s, id="chain"), want_trees=True, draft=config)
+            return heard, await listen(pair.drafts, chain)
 
     wide, chain = asyncio.run(scenario())
     accepted = 0
@@ -266,7 +288,7 @@ def test_a_seed_that_is_drawn_is_told_and_gives_the_same_text_again(
 
     async def scenario() -> list[list[Event]]:
         async with serve(small, drafter()) as pair:
-            return [await listen(pair.drafts, unseeded) for _ in range(2)]
+            return [await listen(pair.drafts, replace(unseeded, session=id)) for id in "ab"]
 
     first, second = asyncio.run(scenario())
     seeds = [heard[0].seed for heard in (first, second) if isinstance(heard[0], Started)]
@@ -345,8 +367,7 @@ def test_what_cannot_be_served_is_refused_and_neighbours_go_on(
 ) -> None:
     neighbour = session("neighbour", max_tokens=100)
     bad = {
-        "neighbour": (call(neighbour), ErrorCode.ALREADY_EXISTS),
-        "empty": (Call("bad", (), (), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
+        "unknown": (Call("bad", (), (), SamplingParams()), ErrorCode.UNKNOWN_SESSION),
         "token": (Call("bad", (1, 13), (), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
         "output token": (Call("bad", (1,), (-1,), SamplingParams()), ErrorCode.INVALID_ARGUMENT),
         "bias": (Call("bad", (1,), (), SamplingParams(logit_bias={99: 1.0})), ErrorCode.INVALID_ARGUMENT),
@@ -359,7 +380,7 @@ def test_what_cannot_be_served_is_refused_and_neighbours_go_on(
             await asyncio.sleep(0)
             for name, (refused, code) in bad.items():
                 with pytest.raises(WealdError) as told:
-                    await listen(pair.drafts, refused)
+                    await listen(pair.drafts, replace(refused, session=name))
                 assert told.value.code is code, name
             other = asyncio.create_task(listen(pair.drafts, call(session("other", max_tokens=100))))
             await asyncio.sleep(0)
@@ -373,27 +394,201 @@ def test_what_cannot_be_served_is_refused_and_neighbours_go_on(
     asyncio.run(scenario())
 
 
-def test_a_replica_that_is_gone_ends_its_own_sessions_and_new_ones_go_elsewhere(
+def is_whole(heard: Sequence[Event], s: Session, text: Sequence[int]) -> bool:
+    """Whether the events tell a text once, token behind token, from its first event to its last."""
+    at = len(s.prompt) + len(s.output)
+    for round in rounds(heard):
+        assert round.position == at
+        at += len(round.tokens)
+    assert isinstance(heard[0], Started)
+    assert isinstance(heard[-1], Finished)
+    assert heard[-1].output_tokens == len(text)
+    return s.output + said(heard) == tuple(text)
+
+
+def moves(heard: Sequence[Event]) -> list[Moved]:
+    return [event for event in heard if isinstance(event, Moved)]
+
+
+def test_sessions_of_a_replica_that_is_gone_go_on_at_another_one(
     small: Make, drafter: Make, text: Make
 ) -> None:
-    sessions = [session(str(i), max_tokens=80) for i in range(8)]
+    sessions = [session(str(i), max_tokens=80, temperature=i % 2) for i in range(8)]
 
     async def scenario() -> None:
         async with serve(small, drafter(), verifiers=2) as pair:
-            listening = [asyncio.create_task(listen(pair.drafts, call(s))) for s in sessions]
-            await asyncio.sleep(0.02)
+            listening = [
+                asyncio.create_task(listen(pair.drafts, call(s, speculative=s.id != "3"))) for s in sessions
+            ]
+            await asyncio.sleep(0.05)
             pair.wires[0].cut()
-            ends = await asyncio.gather(*listening, return_exceptions=True)
-            gone = [end for end in ends if isinstance(end, WealdError)]
-            assert 0 < len(gone) < 8
-            assert {end.code for end in gone} == {ErrorCode.UNAVAILABLE}
-            for s, end in zip(sessions, ends, strict=True):
-                assert isinstance(end, WealdError) or said(end) == text(s)
-            again = await asyncio.gather(*(listen(pair.drafts, call(s)) for s in sessions))
-            assert [said(heard) for heard in again] == [text(s) for s in sessions]
+            heard = await asyncio.gather(*listening)
+            assert all(is_whole(one, s, text(s)) for one, s in zip(heard, sessions, strict=True))
+            moved = [move for one in heard for move in moves(one)]
+            assert 0 < len(moved) < 8
+            assert set(moved) == {Moved(ReplicaKind.VERIFY, "verify:1", lost=True)}
+            assert pair.drafts.counters()["recovered_sessions"] == len(moved)
             pair.wires[1].cut()
-            with pytest.raises(WealdError, match="no verify replica is connected"):
-                await listen(pair.drafts, call(sessions[0]))
+            with pytest.raises(WealdError, match="no verify replica"):
+                await listen(pair.drafts, call(session("late")))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_that_come_and_go_at_any_moment_change_no_text(
+    small: Make, drafter: Make, text: Make, seed: int
+) -> None:
+    rng = random.Random(seed)
+    sessions = [session(f"{seed} {i}", max_tokens=150, temperature=i % 2) for i in range(5)]
+
+    async def disturb(pair: Pair) -> None:
+        while True:
+            wire = rng.choice(pair.wires)
+            wire.cut()
+            await asyncio.sleep(rng.choice([0, 0.001, 0.03]))
+            wire.mend()
+            await asyncio.sleep(rng.choice([0.01, 0.1, 0.2]))
+
+    async def scenario() -> int:
+        async with serve(small, drafter(), verifiers=2) as pair:
+            disturbing = asyncio.create_task(disturb(pair))
+            heard = await asyncio.gather(*(listen(pair.drafts, call(s)) for s in sessions))
+            disturbing.cancel()
+            await asyncio.gather(disturbing, return_exceptions=True)
+            assert all(is_whole(one, s, text(s)) for one, s in zip(heard, sessions, strict=True))
+            return sum(len(moves(one)) for one in heard)
+
+    assert asyncio.run(scenario()) > 0
+
+
+def test_a_session_without_any_replica_waits_for_one_but_not_for_ever(
+    small: Make, drafter: Make, text: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = session("a", max_tokens=100)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            listening = asyncio.create_task(listen(pair.drafts, call(s)))
+            await asyncio.sleep(0.05)
+            pair.wires[0].cut()
+            await asyncio.sleep(0.2)
+            assert not listening.done()
+            pair.wires[0].mend()
+            assert is_whole(await listening, s, text(s))
+            monkeypatch.setattr("services.draft.service.RECOVER_S", 0.3)
+            listening = asyncio.create_task(listen(pair.drafts, call(replace(s, id="b"))))
+            await asyncio.sleep(0.05)
+            pair.wires[0].cut()
+            with pytest.raises(WealdError, match="gone; no other verify replica could serve") as told:
+                await listening
+            assert told.value.code is ErrorCode.UNAVAILABLE
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_drains_hands_its_sessions_over_once_there_is_another(
+    small: Make, drafter: Make, text: Make
+) -> None:
+    sessions = [session(str(i), max_tokens=120) for i in range(3)]
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), verifiers=2) as pair:
+            pair.wires[1].cut()
+            listening = [asyncio.create_task(listen(pair.drafts, call(s))) for s in sessions]
+            await asyncio.sleep(0.05)
+            pair.wires[0].drain()
+            await asyncio.sleep(0.05)
+            assert pair.verifies[0].load().running == 3
+            pair.wires[1].mend()
+            heard = await asyncio.gather(*listening)
+            assert all(is_whole(one, s, text(s)) for one, s in zip(heard, sessions, strict=True))
+            assert [moves(one) for one in heard] == [[Moved(ReplicaKind.VERIFY, "verify:1", lost=False)]] * 3
+            assert pair.drafts.counters()["handed_over_sessions"] == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_full_replica_sends_new_sessions_on_and_running_ones_wait_for_it(
+    small: Make, drafter: Make, text: Make
+) -> None:
+    sessions = [session(str(i), max_tokens=60) for i in range(2)]
+    limits = VerifyLimits(max_num_seqs=1, max_waiting=0, expiry_s=0.1)
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), verifiers=2, limits=limits) as pair:
+            listening = [asyncio.create_task(listen(pair.drafts, call(s))) for s in sessions]
+            await asyncio.sleep(0.05)
+            assert [service.load().running for service in pair.verifies] == [1, 1]
+            with pytest.raises(WealdError, match="retry in a second") as told:
+                await listen(pair.drafts, call(session("third")))
+            assert told.value.code is ErrorCode.RESOURCE_EXHAUSTED
+            pair.wires[0].cut()
+            heard = await asyncio.gather(*listening)
+            assert all(is_whole(one, s, text(s)) for one, s in zip(heard, sessions, strict=True))
+            assert sum(len(moves(one)) for one in heard) >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_later_call_takes_a_session_over_from_an_earlier_one(
+    small: Make, drafter: Make, text: Make
+) -> None:
+    s = session("a", max_tokens=100)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            earlier = asyncio.create_task(listen(pair.drafts, call(s)))
+            await asyncio.sleep(0.05)
+            assert is_whole(await listen(pair.drafts, call(s)), s, text(s))
+            with pytest.raises(WealdError, match="a later call has taken") as told:
+                await earlier
+            assert told.value.code is ErrorCode.STALE_EPOCH
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_another_replica_leased_ends_here(small: Make, drafter: Make, text: Make) -> None:
+    s, store = session("a", max_tokens=200), MemoryStore()
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), store=store) as pair:
+            listening = asyncio.create_task(listen(pair.drafts, call(s)))
+            await asyncio.sleep(0.1)
+            record = await store.lease(s.id)
+            with pytest.raises(WealdError) as told:
+                await listening
+            assert told.value.code is ErrorCode.STALE_EPOCH
+            output = (await store.load(s.id)).session.output
+            assert output == record.session.output == text(s)[: len(output)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kept", [0, 7, None])
+def test_the_journal_gives_the_rest_of_a_session_to_whoever_knows_its_id(
+    small: Make, drafter: Make, text: Make, kept: int | None
+) -> None:
+    s, store = session("a", max_tokens=40, temperature=1.0), MemoryStore()
+    by_id = Call(s.id, (), (), SamplingParams())
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), store=store) as pair:
+            await listen(pair.drafts, call(s), leave_after=4)
+        if kept is None:
+            async with serve(small, drafter(), store=store) as pair:
+                assert is_whole(await listen(pair.drafts, by_id), s, text(s))
+        else:
+            record = await store.load(s.id)
+            tokens = Append(s.id, record.epoch + MOVES, 0, text(s)[:kept])
+            await store.append([tokens])
+        async with serve(small, drafter(), store=store) as pair:
+            heard = await listen(pair.drafts, by_id)
+            assert is_whole(heard, s, text(s))
+            assert len(rounds(heard)) == 1 or kept is not None
+            # A caller who has a part gets the rest, whichever of the two is ahead.
+            delivered = replace(s, output=text(s)[:9])
+            assert is_whole(await listen(pair.drafts, call(delivered)), delivered, text(s))
 
     asyncio.run(scenario())
 

@@ -17,7 +17,8 @@ from services.draft.serving import load as load_drafter
 from services.draft.serving import run as run_drafter
 from services.local.models import Models
 from services.local.models import load as load_models
-from services.types.configuration import DraftConfig
+from services.sessions.memory import MemoryStore
+from services.types.configuration import DraftConfig, Place
 from services.types.messages import (
     Call,
     DraftStatus,
@@ -364,7 +365,14 @@ def drafting(tiny: Tiny) -> Callable[..., AbstractAsyncContextManager[str]]:
         stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
         running = asyncio.create_task(
             run_drafter(
-                service, status, "127.0.0.1:0", verifiers, None, port.set_result, stopping, PATIENCE_S
+                service,
+                status,
+                Place(drain_s=PATIENCE_S),
+                MemoryStore(),
+                verifiers,
+                None,
+                port.set_result,
+                stopping,
             )
         )
         await asyncio.wait({running, port}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,7 @@ import pytest
 from services.bench.replicas import Replica, replica
 from services.types.configuration import DraftConfig
 from services.types.errors import ErrorCode, WealdError
-from services.types.messages import Call, Close, Finished, Open, Proposal, Proposals, Started
+from services.types.messages import Call, Close, Finished, Open, Proposal, Proposals, Round
 from services.types.sampling import SamplingParams
 from services.types.session import Session
 from services.types.tree import DraftTree
@@ -539,7 +539,7 @@ def test_replicas_that_are_told_to_end_finish_their_sessions_and_take_no_new_one
             async for event in events:
                 if isinstance(event, Finished):
                     finished = True
-                elif not isinstance(event, Started):
+                elif isinstance(event, Round):
                     tokens += event.tokens
                     begun.set()
         assert finished
