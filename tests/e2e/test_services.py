@@ -69,11 +69,12 @@ def test_a_generation_says_over_the_wire_what_it_says_in_this_process(
 ) -> None:
     params = SamplingParams(max_tokens=80, temperature=temperature, ignore_eos=True)
     session = Session(f"one at {temperature}", (1, 5, 3, 8), params, 11)
+    again = replace(session, id=f"plain at {temperature}")
 
     async def scenario() -> tuple[Any, Any]:
         async with reach(verifier.address, drafter.address) as services:
             drafted = await hear(services.drafter, call(session))
-            plain = await hear(services.drafter, call(replace(session, id="plain"), speculative=False))
+            plain = await hear(services.drafter, call(again, speculative=False))
             await services.idle()
             return drafted, plain
 
@@ -81,7 +82,7 @@ def test_a_generation_says_over_the_wire_what_it_says_in_this_process(
     here = tuple(t for step in tiny.models.decode(session, DraftConfig()) for t in step.outcome.tokens)
     assert here == tiny.text(session)
     assert drafted.is_whole(session, tiny)
-    assert plain.is_whole(replace(session, id="plain"), tiny)
+    assert plain.is_whole(again, tiny)
     assert len(drafted.rounds) < 60
     assert max(round.verified for round in drafted.rounds) == 60
     assert {(round.drafted, round.verified) for round in plain.rounds} == {(0, 1)}
