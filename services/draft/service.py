@@ -85,6 +85,8 @@ class DraftService:
         self._max_num_seqs = max_num_seqs
         self._observe = observe
         self._sessions: dict[str, Generating] = {}
+        self._beginning = 0
+        """Calls that wait for their lease."""
         self._journal: Journal
         self._writing: asyncio.Task[None]
 
@@ -215,7 +217,11 @@ class DraftService:
         self._admit(call)
         seed = secrets.randbits(SEED_BITS) if call.params.seed is None else call.params.seed
         session = Session(call.session, call.prompt, call.params, seed, call.output)
-        record = await self._journal.begin(session, self.fingerprint)
+        self._beginning += 1
+        try:
+            record = await self._journal.begin(session, self.fingerprint)
+        finally:
+            self._beginning -= 1
         session = record.session
         if earlier := self._sessions.get(session.id):
             earlier.events.put_nowait(_taken_over(session.id))
@@ -244,10 +250,11 @@ class DraftService:
     def _admit(self, call: Call) -> None:
         if self.draining:
             raise WealdError(ErrorCode.UNAVAILABLE, "this draft replica is shutting down; ask another one")
-        if len(self._sessions) >= self._max_num_seqs:
+        sessions = len(self._sessions) + self._beginning
+        if sessions >= self._max_num_seqs:
             raise WealdError(
                 ErrorCode.RESOURCE_EXHAUSTED,
-                f"{len(self._sessions)} sessions are drafted here already; retry in a second, or ask another "
+                f"{sessions} sessions are drafted here already; retry in a second, or ask another "
                 "draft replica",
                 retry_after_s=1.0,
             )
@@ -286,10 +293,8 @@ class DraftService:
     async def _move(self, generating: Generating, lost: Lost) -> Moved | None:
         """Go on at another verify replica, or at the same one once it is back; its text stays the same."""
         generating.leaving = False
-        if lost.opening is not generating.opening:
-            return None
         link = await self._other(generating, lost)
-        if link is None:
+        if link is None or lost.opening is not generating.opening:
             return None
         self._thread.put(generating, Close(generating.id, generating.epoch))
         generating.epoch += 1
@@ -298,9 +303,10 @@ class DraftService:
         return Moved(ReplicaKind.VERIFY, link.address, lost.error.code in LOSSES and not lost.draining)
 
     async def _other(self, generating: Generating, lost: Lost) -> VerifyLink | None:
-        """The verify replica to go on at; None to stay where the present one still serves."""
-        generating.lost_at = generating.lost_at or time.monotonic()
-        while time.monotonic() < generating.lost_at + RECOVER_S:
+        """The verify replica to go on at; None to stay where a draining one still serves."""
+        if generating.lost_at is None:
+            generating.lost_at = time.monotonic()
+        while lost.draining or time.monotonic() < generating.lost_at + RECOVER_S:
             if not lost.draining:
                 await asyncio.sleep(next(generating.pauses))
             try:
