@@ -61,13 +61,13 @@ class _Entry:
 
     @property
     def unwritten(self) -> int:
-        """Tokens that the store lacks."""
+        """Tokens that the store lacks: those of the prompt too where it lacks the record, hence some then."""
         return len(self.output) - self.written + (0 if self.created else len(self.began.session.prompt))
 
     @property
     def dirty(self) -> bool:
         """Whether the store lacks anything."""
-        return self.unwritten > 0 or not self.created or (self.finish is not None and not self.ended)
+        return self.unwritten > 0 or (self.finish is not None and not self.ended)
 
     def append(self) -> Append:
         """What the store lacks."""
@@ -195,9 +195,9 @@ class Journal:
         lacking = [entry for entry in batch if entry.dirty]
         appends = [entry.append() for entry in lacking]
         results = await self._store.append(appends) if appends else []
-        failures = [self._settle(*each) for each in zip(lacking, appends, results, strict=True)]
-        for failure in filter(None, failures):
-            raise failure
+        settled = [self._settle(*each) for each in zip(lacking, appends, results, strict=True)]
+        if failures := [failure for failure in settled if failure]:
+            raise failures[0]
         if batch:
             self.counters["journal_writes"] += 1
             self._found()

@@ -16,9 +16,9 @@ TTL_S = 5.0
 """A replica is listed so long after its last sign of life: several can be late or get lost before a process
 that is only busy counts as dead. A dead one costs its callers a failed attempt until then.
 """
-MISSES = 3
-"""A replica is gone when it was missing in so many answers in a row: a store that has forgotten all, or slept
-over their time, knows the living again after their next heartbeats.
+MISSES = 5
+"""A replica is gone when so many answers in a row lack it. A store that has been away may have forgotten the
+living; they are back within a heartbeat, or two more where an attempt to register still waits for an answer.
 """
 DEREGISTER_WITHIN_S = 1.0
 """The end of a process waits no longer for the store."""
