@@ -12,6 +12,7 @@ from services.cli.demo import demo
 from services.cli.draft import draft
 from services.cli.generate import generate
 from services.cli.status import status
+from services.cli.store import store
 from services.cli.train_head import train_head
 from services.cli.verify import verify
 from services.types.errors import WealdError
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(verify)
 app.command()(draft)
+app.command()(store)
 app.command()(status)
 app.command()(demo)
 app.command()(train_head)

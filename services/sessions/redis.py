@@ -1,13 +1,16 @@
 """The store in Redis, which outlives those who write it; docs/sessions.md has the layout of its keys."""
 
+import asyncio
 import hashlib
 import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, fields
+from itertools import chain
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -21,9 +24,8 @@ from services.types.sampling import SamplingParams
 from services.types.session import MOVES, FinishReason, Record, Session, lease_epoch
 
 CONNECT_S = 1.0
-"""For a connection, its certificates included, or for one of those in use to become free."""
 ANSWER_S = 2.0
-"""For each answer; a Redis that waits for its disk can be silent for a second."""
+"""For a whole call, the connection included; a Redis that waits for its disk can be silent for a second."""
 MAX_CONNECTIONS = 16
 PORT = 6379
 TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
@@ -131,12 +133,13 @@ class RedisStore:
         """
         self._address = _address(url)
         self._ttls = tuple(_milliseconds(seconds) for seconds in (unfinished_s, finished_s))
+        # Answers have no time limit of their own there: with it redis-py loses cancellations now and then.
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
-            timeout=CONNECT_S,
+            timeout=None,
             socket_connect_timeout=CONNECT_S,
-            socket_timeout=ANSWER_S,
+            socket_timeout=None,
             protocol=2,
             driver_info=None,
         )
@@ -173,21 +176,20 @@ class RedisStore:
         replies: list[Any] = []
         # A Redis that has restarted knows no script by its digest: then each brings it along.
         for command, script in (("EVALSHA", APPEND_SHA), ("EVAL", APPEND)):
-            with self._reached():
-                async with self._client.pipeline(transaction=False) as pipeline:
-                    for append in appends:
-                        pipeline.execute_command(
-                            command,
-                            script,
-                            2,
-                            *_session_keys(append.session),
-                            append.epoch,
-                            append.position,
-                            _packed(append.tokens),
-                            append.finish or "",
-                            *self._ttls,
-                        )
-                    replies = await pipeline.execute(raise_on_error=False)
+            async with self._reached(), self._client.pipeline(transaction=False) as pipeline:
+                for append in appends:
+                    pipeline.execute_command(
+                        command,
+                        script,
+                        2,
+                        *_session_keys(append.session),
+                        append.epoch,
+                        append.position,
+                        _packed(append.tokens),
+                        append.finish or "",
+                        *self._ttls,
+                    )
+                replies = await pipeline.execute(raise_on_error=False)
             if not any(isinstance(reply, NoScriptError) for reply in replies):
                 break
         return [self._appended(*pair) for pair in zip(appends, replies, strict=True)]
@@ -212,20 +214,23 @@ class RedisStore:
             await self._client.aclose()
 
     async def _run(self, script: str, keys: tuple[str, str], *arguments: str | int | bytes) -> Any:
-        with self._reached():
+        async with self._reached():
             return await self._client.execute_command("EVAL", script, len(keys), *keys, *arguments)
 
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _reached(self) -> AsyncIterator[None]:
         try:
-            yield
+            async with asyncio.timeout(ANSWER_S):
+                yield
         except (RedisError, OSError) as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> WealdError:
-        what = f"does not serve: {error}; see that Redis runs there, then try again"
         if isinstance(error, AuthenticationError):
             what = "refuses the user or password; correct them in the URL of the store"
+        else:
+            reason = str(error).rstrip(".") or f"no answer within {ANSWER_S:g} s"
+            what = f"does not serve: {reason}; see that Redis runs there, then try again"
         return WealdError(ErrorCode.UNAVAILABLE, f"the store at {self._address} {what}")
 
     def _appended(self, append: Append, reply: int | bytes | Exception | None) -> int | WealdError:
@@ -251,6 +256,9 @@ def _address(url: str) -> str:
     well_formed = parts.hostname and re.fullmatch("(/[0-9]*)?", parts.path) and not parts.fragment
     if allowed is None or not well_formed or not options.keys() <= allowed:
         raise invalid(FORM)
+    for file in chain.from_iterable(options.values()):
+        if not Path(file).is_file():
+            raise invalid(f"{file} is no file; correct the URL of the store")
     return f"[{parts.hostname}]:{port}" if ":" in str(parts.hostname) else f"{parts.hostname}:{port}"
 
 

@@ -462,6 +462,7 @@ def test_a_url_names_its_store(url: str, record: Make, tmp_path: Path) -> None:
         "redis://localhost?db=1",
         "redis://localhost?ssl_ca_certs=ca.pem",
         "rediss://localhost?ssl_cert_reqs=none",
+        "rediss://:secret@localhost?ssl_ca_certs=/nowhere/ca.pem",
         "file:///nowhere/url",
     ],
 )
