@@ -303,12 +303,15 @@ class DraftService:
         return Moved(ReplicaKind.VERIFY, link.address, lost.error.code in LOSSES and not lost.draining)
 
     async def _other(self, generating: Generating, lost: Lost) -> VerifyLink | None:
-        """The verify replica to go on at; None to stay where a draining one still serves."""
+        """The verify replica to go on at; None to stay, where a draining one, or a late opening, serves it."""
         if generating.lost_at is None:
             generating.lost_at = time.monotonic()
-        while lost.draining or time.monotonic() < generating.lost_at + RECOVER_S:
+        deadline = generating.lost_at + RECOVER_S
+        while lost.draining or time.monotonic() < deadline:
             if not lost.draining:
                 await asyncio.sleep(next(generating.pauses))
+            if generating.lost_at is None:
+                return None
             try:
                 return self._choose(generating)
             except WealdError as none:

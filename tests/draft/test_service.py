@@ -52,6 +52,8 @@ class Wire:
         self.draining = False
         self.load = 0
         self.congested = False
+        self.late: list[Request] | None = None
+        """What is held back, if anything is to be."""
         self.fingerprint = MARK
         self._verifies, self._drafts = verifies, drafts
         self._loop = asyncio.get_running_loop()
@@ -61,7 +63,9 @@ class Wire:
         return self.connected and not self.draining
 
     def send(self, request: Request) -> None:
-        if self.connected:
+        if self.late is not None:
+            self.late.append(request)
+        elif self.connected:
             self._verifies.submit(self, request)
 
     def post(self, responses: Sequence[Response]) -> None:
@@ -75,6 +79,11 @@ class Wire:
     def mend(self) -> None:
         self.connected = True
         self._drafts.linked(self)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        for request in self.late or ():
+            self._verifies.submit(self, request)
+        self.late = None
 
     def drain(self) -> None:
         self.draining = True
@@ -483,6 +492,27 @@ def test_a_session_without_any_replica_waits_for_one_but_not_for_ever(
             with pytest.raises(WealdError, match="gone; no other verify replica could serve") as told:
                 await listening
             assert told.value.code is ErrorCode.UNAVAILABLE
+
+    asyncio.run(scenario())
+
+
+def test_a_session_stays_where_its_opening_arrives_after_all(small: Make, drafter: Make, text: Make) -> None:
+    s = session("a", max_tokens=20)
+
+    async def scenario() -> None:
+        async with serve(small, drafter()) as pair:
+            (wire,) = pair.wires
+            wire.late = []
+            listening = asyncio.create_task(listen(pair.drafts, call(s)))
+            await asyncio.sleep(0.05)
+            wire.cut()
+            await asyncio.sleep(0.05)
+            # The stream is back, but too soon for the session to choose it anew.
+            wire.connected = wire.draining = True
+            wire.release()
+            heard = await listening
+            assert is_whole(heard, s, text(s))
+            assert moves(heard) == []
 
     asyncio.run(scenario())
 
