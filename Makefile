@@ -1,7 +1,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help venv demo test lint bench
+.PHONY: help venv demo test lint bench chaos
 .DEFAULT_GOAL := help
 
 help: ## show this help
@@ -31,3 +31,6 @@ lint: venv ## ruff, mypy --strict, import layers, the wire contract
 
 bench: venv ## acceptance length and speed of every tree shape; pass options as ARGS='--questions DIR'
 	@.venv/bin/weald bench tau $(ARGS)
+
+chaos: venv ## kill services and Redis while streams run: no token may be lost (a few minutes); options as ARGS='--seed 1'
+	@.venv/bin/weald bench chaos $(ARGS)

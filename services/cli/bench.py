@@ -111,3 +111,32 @@ def load(
         raise typer.BadParameter("write numbers with commas between, like 1,2,4") from error
     prompts = some_prompts(questions, max(counts))
     bench_load(model, speculative_model, dtype, nodes, counts, prompts, max_tokens, repeats, json)
+
+
+@bench.command()
+def chaos(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A target in place of a tiny random one in float64, where texts are equal to the last "
+            "token; in float32 a near-tie can come out otherwise in another batch."
+        ),
+    ] = None,
+    speculative_model: Head = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the disturbances; a random one, told, if absent.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long streams are disturbed.")] = 180,
+    streams: Annotated[int, typer.Option(min=1, help="Sessions at once.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Output tokens of the longest text.")] = 200,
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Kill, freeze and cut off replicas and Redis while streams run: no token may be lost or changed."""
+    import secrets
+
+    from services.bench.chaos import bench_chaos
+
+    drawn = secrets.randbits(32) if seed is None else seed
+    if not bench_chaos(model, speculative_model, dtype, drawn, seconds, streams, max_tokens, json):
+        raise typer.Exit(1)

@@ -1,18 +1,22 @@
-"""A generation at a draft service, as the steps that a generation in this process has."""
+"""A generation at draft replicas, as the steps that a generation in this process has."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 
 from services.engine.checkpoints import resolve
+from services.gateway.calls import generate
+from services.gateway.drafters import Drafters
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step
 from services.local.models import quiet
-from services.types.messages import Call, Round, Started
+from services.sessions.opening import opened
+from services.sessions.registry import Directory
+from services.types.messages import Call, Moved, Round, Started
 from services.types.outcome import Outcome
+from services.types.replica import ReplicaKind
+from services.types.session import Cursor
 from services.types.tree import DraftTree
-from services.wire.channel import connect
-from services.wire.clients import DraftClient
 from services.wire.transport import Tls
 
 
@@ -22,21 +26,41 @@ def tokenizer_of(model: str) -> Tokenizer:
         return Tokenizer.load(resolve(model))
 
 
-def generated(endpoint: str, call: Call, tls: Tls | None, within_s: float) -> tuple[int, Iterator[Step]]:
-    """The seed in use, and the steps as they come; leaving the iterator early cancels the call.
+@asynccontextmanager
+async def found(
+    endpoints: Sequence[str], store: str | None, model: str, tls: Tls | None
+) -> AsyncIterator[Drafters]:
+    """The draft replicas at these addresses, and those of this target that the store lists.
 
     Raises:
-        WealdError: as the service does; `DEADLINE_EXCEEDED` after `within_s` seconds.
+        WealdError: `INVALID_ARGUMENT` when `store` is no URL of a store.
     """
-    steps = _events(endpoint, call, tls, within_s)
+    async with AsyncExitStack() as stack:
+        directory = None
+        if store:
+            directory = Directory(await stack.enter_async_context(opened(store)), ReplicaKind.DRAFT)
+        yield await stack.enter_async_context(Drafters(endpoints, directory, model, tls))
+
+
+def generated(
+    found: AbstractAsyncContextManager[Drafters], call: Call, within_s: float, cursor: Cursor | None
+) -> tuple[int, Iterator[Step | Moved]]:
+    """The seed in use, and the steps and moves as they come; leaving the iterator early cancels the call.
+
+    Raises:
+        WealdError: as `services.gateway.calls.generate` does.
+    """
+    steps = _events(found, call, within_s, cursor)
     started = next(steps)
     assert isinstance(started, Started)
-    return started.seed, (step for step in steps if isinstance(step, Step))
+    return started.seed, (step for step in steps if not isinstance(step, Started))
 
 
-def _events(endpoint: str, call: Call, tls: Tls | None, within_s: float) -> Iterator[Started | Step]:
+def _events(
+    found: AbstractAsyncContextManager[Drafters], call: Call, within_s: float, cursor: Cursor | None
+) -> Iterator[Started | Step | Moved]:
     with asyncio.Runner() as runner:
-        steps = _steps(endpoint, call, tls, within_s)
+        steps = _steps(found, call, within_s, cursor)
         try:
             while True:
                 yield runner.run(anext(steps))
@@ -47,18 +71,18 @@ def _events(endpoint: str, call: Call, tls: Tls | None, within_s: float) -> Iter
 
 
 async def _steps(
-    endpoint: str, call: Call, tls: Tls | None, within_s: float
-) -> AsyncGenerator[Started | Step]:
+    found: AbstractAsyncContextManager[Drafters], call: Call, within_s: float, cursor: Cursor | None
+) -> AsyncGenerator[Started | Step | Moved]:
     pending = None
-    async with AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(connect(endpoint, tls))
-        events = await stack.enter_async_context(aclosing(DraftClient(channel).generate(call, within_s)))
+    async with found as drafters, aclosing(generate(drafters, call, within_s, cursor)) as events:
         async for event in events:
-            if isinstance(event, Started):
-                yield event
-            elif isinstance(event, Round):
-                root = None if pending is None else DraftTree.root(pending)
-                outcome = Outcome(event.tokens, event.accepted, event.verified, event.finish)
-                seconds = event.draft_ns / 1e9, event.verify_ns / 1e9
-                yield Step(call.session, event.tree or root, outcome, *seconds)
-                pending = event.tokens[-1]
+            match event:
+                case Started() | Moved():
+                    yield event
+                case Round(tokens=tokens):
+                    # What comes from the journal is no round of this generation.
+                    root = DraftTree.root(pending) if pending is not None and event.verified else None
+                    outcome = Outcome(tokens, event.accepted, event.verified, event.finish)
+                    seconds = event.draft_ns / 1e9, event.verify_ns / 1e9
+                    yield Step(call.session, event.tree or root, outcome, *seconds)
+                    pending = tokens[-1] if tokens else pending

@@ -1,4 +1,4 @@
-"""`weald generate`: one text from a model, in this process or by a draft service."""
+"""`weald generate`: one text from a model, in this process or by draft replicas."""
 
 import json
 import secrets
@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, mutual_tls
+from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, mutual_tls, shared
 from services.cli.show_tree import draw_round
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import invalid
-from services.types.messages import Call
+from services.types.messages import Call, Moved
 from services.types.sampling import SEED_BITS, SamplingParams
-from services.types.session import Session
+from services.types.session import Cursor, Session
 
 if TYPE_CHECKING:
     from services.gateway.tokenizer import Tokenizer
 
 _DRAFT = DraftConfig()
+_SAMPLING = "Sampling"
 
 
 def _sampling(help: str, *names: str, **options: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Sampling", **options)
+    return typer.Option(*names, help=help, rich_help_panel=_SAMPLING, **options)
+
+
+def _service(help: str, **options: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Service", **options)
 
 
 def _speculation(help: str, **options: Any) -> Any:
@@ -37,18 +42,25 @@ def _output(help: str, *names: str) -> Any:
 
 
 def generate(
+    context: typer.Context,
     model: Model,
     prompt: Annotated[str | None, typer.Option(help="The text; absent or -: from standard input.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's chat message.")] = False,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="A draft replica that generates; absent: this process does."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a draft replica may take.")
-    ] = 600.0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    endpoint: Annotated[
+        list[str] | None,
+        _service("A draft replica to generate; repeatable. Absent: this process does.", metavar="HOST:PORT"),
+    ] = None,
+    store: Annotated[
+        str | None,
+        _service("Where draft replicas register: redis://…, or what weald store tells.", metavar="URL"),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        _service("Go on with this session of the journal, behind what was delivered.", metavar="CURSOR"),
+    ] = None,
+    timeout: Annotated[float, _service("How long draft replicas may take.", metavar="SECONDS")] = 600.0,
     max_tokens: Annotated[int, _sampling("Output tokens at most.")] = 128,
     min_tokens: Annotated[int, _sampling("No end or stop token before so many tokens.")] = 0,
     temperature: Annotated[float, _sampling("0 takes the most likely token.")] = 1.0,
@@ -97,6 +109,7 @@ def generate(
     """Answer a prompt, streaming the text while draft trees grow it."""
     if as_json and show_tree:
         raise typer.BadParameter("use one of --json and --show-tree")
+    cursor = _cursor(context, resume) if resume else None
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -113,29 +126,36 @@ def generate(
         ignore_eos=ignore_eos,
     )
     draft = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
-    text = _standard_input() if prompt is None or prompt == "-" else prompt
+    if prompt is None or prompt == "-":
+        prompt = "" if cursor else _standard_input()
 
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
+    store = shared(store) if store else None
 
     from services.local.generation import Generation
 
-    speculating = speculative == "on"
-    if endpoint:
-        from services.cli.endpoint import generated, tokenizer_of
+    speculating, session = speculative == "on", None
+    if endpoint or store:
+        from services.cli.endpoint import found, generated, tokenizer_of
 
         tokenizer = tokenizer_of(model)
-        prompt_ids = _prompt(tokenizer, text, chat)
-        call = Call(uuid.uuid4().hex, prompt_ids, (), params, speculating, draft, want_trees=True)
-        used, steps = generated(endpoint, call, tls, timeout)
+        prompt_ids = () if cursor else _prompt(tokenizer, prompt, chat)
+        session = cursor.session if cursor else uuid.uuid4().hex
+        call = Call(session, prompt_ids, (), params, speculating, draft, want_trees=True)
+        used, steps = generated(found(endpoint or (), store, model, tls), call, timeout, cursor)
     else:
         from services.local.models import load
 
         models = load(model, speculative_model, speculative=speculating, device=device, dtype=dtype)
         tokenizer, used = models.tokenizer, secrets.randbits(SEED_BITS) if seed is None else seed
-        steps = models.decode(Session("0", _prompt(tokenizer, text, chat), params, used), draft)
-    generation = Generation(tokenizer, used, stop or ())
+        steps = models.decode(Session("0", _prompt(tokenizer, prompt, chat), params, used), draft)
+    known = cursor.delivered if cursor else 0
+    generation = Generation(tokenizer, used, stop or (), session, known)
     console = Console(highlight=False)
     for step in steps:
+        if isinstance(step, Moved):
+            generation.moved(step)
+            continue
         fresh = generation.add(step)
         if show_tree and step.tree:
             title = f"round {generation.rounds}, τ {figure(generation.tau)}"
@@ -151,7 +171,8 @@ def generate(
     typer.echo(result.text if show_tree else "")
     count, speed = len(result.token_ids), len(result.token_ids) / result.timings.total_s
     figures = f"{count} tokens, {result.rounds} rounds, τ {figure(result.tau)}, {speed:.1f} tokens/s"
-    typer.secho(f"{figures}, seed {result.seed}", err=True, dim=True)
+    served = f", session {result.session}" if result.session else ""
+    typer.secho(f"{figures}, seed {result.seed}{served}", err=True, dim=True)
 
 
 def figure(tau: float | None) -> str:
@@ -160,7 +181,22 @@ def figure(tau: float | None) -> str:
 
 
 def _prompt(tokenizer: "Tokenizer", text: str, chat: bool) -> tuple[int, ...]:
-    return tuple(tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
+    tokens = tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    if not tokens:
+        raise invalid("the prompt is empty; give some text")
+    return tuple(tokens)
+
+
+def _cursor(context: typer.Context, text: str) -> Cursor:
+    """Where a session goes on. What the journal has of it cannot be said again."""
+    for option in context.command.params:
+        fixed = option.name in {"prompt", "chat"} or getattr(option, "rich_help_panel", None) == _SAMPLING
+        source = context.get_parameter_source(str(option.name))
+        if fixed and option.name != "stop" and source and source.name != "DEFAULT":
+            raise typer.BadParameter(f"leave {option.opts[0]} out with --resume: the session has its own")
+    if not (context.params["endpoint"] or context.params["store"]):
+        raise typer.BadParameter("--resume needs draft replicas; name them with --endpoint or --store")
+    return Cursor.parse(text)
 
 
 def _logit_bias(entries: Sequence[str]) -> dict[int, float]:

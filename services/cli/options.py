@@ -31,7 +31,7 @@ StoreUrl = Annotated[
     typer.Option(
         "--store",
         metavar="URL",
-        help="Journal and registry: redis://…, rediss://…, what weald store tells, or memory:// for one process.",
+        help="Journal and registry: redis://…, rediss://…, what weald store tells, or memory: one process.",
     ),
 ]
 Advertise = Annotated[
@@ -77,6 +77,17 @@ def mutual_tls(certificate: Path | None, key: Path | None, authority: Path | Non
     if certificate or key or authority:
         raise invalid("mutual TLS needs all of --tls-certificate, --tls-key and --tls-authority")
     return None
+
+
+def shared(store: str) -> str:
+    """The URL of a store that others register with.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when it is one process's own.
+    """
+    if store == MEMORY:
+        raise invalid(f"{MEMORY} is known to one process alone; name the --store of the replicas")
+    return store
 
 
 def placed_at(host: str, port: int, advertise: str | None, drain_s: float, store: str) -> Place:

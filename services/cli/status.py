@@ -1,17 +1,19 @@
-"""`weald status`: what a running replica is and does."""
+"""`weald status`: what a running replica is and does, or which replicas a store lists."""
 
 import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.options import Authority, Certificate, Key, mutual_tls
+from services.cli.options import Authority, Certificate, Key, mutual_tls, shared
 from services.types.errors import WealdError
 from services.types.messages import DraftStatus, VerifyStatus
+from services.types.replica import Replica, ReplicaKind
 
 if TYPE_CHECKING:
     from services.wire.transport import Tls
@@ -20,13 +22,21 @@ WITHIN_S = 5.0
 
 
 def status(
-    endpoint: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A verify or a draft replica.")],
+    endpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT|URL", help="A verify or a draft replica, or a store like redis://…"
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     tls_authority: Authority = None,
 ) -> None:
-    """Show a replica: its model, sessions, pages, and what it has counted."""
+    """Show a replica: its model, sessions, pages, and what it has counted; or all that a store lists."""
+    if "://" in endpoint:
+        _show(asyncio.run(_listed(shared(endpoint))), as_json)
+        return
     found = asyncio.run(_ask(endpoint, mutual_tls(tls_certificate, tls_key, tls_authority)))
     kind = "verify" if isinstance(found, VerifyStatus) else "draft"
     facts: dict[str, Any] = {"service": kind} | asdict(found) | {"fingerprint": found.fingerprint.hex()}
@@ -39,6 +49,25 @@ def status(
         for key, one in nested:
             table.add_row(f"{name} {key}".strip().replace("_", " "), str(one))
     Console().print(table)
+
+
+def _show(replicas: Sequence[Replica], as_json: bool) -> None:
+    rows = [asdict(replica) | {"fingerprint": replica.fingerprint.hex()} for replica in replicas]
+    if as_json:
+        typer.echo(json.dumps({"replicas": rows}))
+        return
+    names = [field.name for field in fields(Replica)]
+    table = Table(*names, title="replicas that the store lists", title_justify="left")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in names))
+    Console().print(table)
+
+
+async def _listed(store: str) -> list[Replica]:
+    from services.sessions.opening import opened
+
+    async with opened(store) as sessions:
+        return [replica for kind in ReplicaKind for replica in await sessions.replicas(kind)]
 
 
 async def _ask(endpoint: str, tls: "Tls | None") -> VerifyStatus | DraftStatus:

@@ -32,15 +32,18 @@ def test_the_process_prints_one_json_object_and_nothing_else(spawn: Spawn, check
         "token_ids",
         "finish_reason",
         "seed",
+        "session",
         "rounds",
         "tau",
         "nodes_drafted",
         "nodes_verified",
+        "recoveries",
         "timings",
     ]
     assert printed["text"] == checkpoints.tokenizer.decode(printed["token_ids"])
     assert len(printed["token_ids"]) == 40
     assert (printed["finish_reason"], printed["seed"]) == ("length", 7)
+    assert (printed["session"], printed["recoveries"]) == (None, 0)
     timings = printed["timings"]
     assert list(timings) == ["draft_s", "verify_s", "total_s"]
     assert 0 < timings["draft_s"] + timings["verify_s"] <= timings["total_s"]
@@ -250,6 +253,44 @@ def test_what_cannot_be_done_is_told_in_a_sentence_and_the_exit_code_is_one(
     weald: Weald, checkpoints: Any, options: tuple[str, ...], complaint: str
 ) -> None:
     finished = weald("generate", *checkpoints.options("--prompt", "abc", *options))
+    assert (finished.exit_code, finished.stdout) == (1, "")
+    assert finished.stderr.startswith("weald: ")
+    assert finished.stderr.count("\n") == 1
+    assert complaint in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--endpoint", "a:1", "--prompt", "abc"), "leave --prompt out with --resume"),
+        (("--endpoint", "a:1", "--chat"), "leave --chat out with --resume"),
+        (("--endpoint", "a:1", "--seed", "7"), "leave --seed out with --resume"),
+        (("--endpoint", "a:1", "--temperature", "1"), "leave --temperature out with --resume"),
+        (("--endpoint", "a:1", "--stop-token-id", "1"), "leave --stop-token-id out with --resume"),
+        ((), "--resume needs draft replicas"),
+    ],
+)
+def test_what_cannot_be_said_of_a_session_that_goes_on_is_named(
+    weald: Weald, options: tuple[str, ...], complaint: str
+) -> None:
+    finished = weald("generate", "--model", "any", "--resume", "id", *options)
+    assert (finished.exit_code, finished.stdout) == (2, "")
+    assert complaint in " ".join(finished.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--endpoint", "a:1", "--resume", "id:x:y"), "'id:x:y' names no session"),
+        (("--endpoint", "a:1", "--prompt", ""), "the prompt is empty"),
+        (("--store", "memory://", "--prompt", "abc"), "memory:// is known to one process alone"),
+        (("--store", "etcd://a", "--prompt", "abc"), "a store is memory://, redis://"),
+    ],
+)
+def test_what_no_draft_replica_can_do_is_told_in_a_sentence(
+    weald: Weald, checkpoints: Any, options: tuple[str, ...], complaint: str
+) -> None:
+    finished = weald("generate", *checkpoints.options(*options))
     assert (finished.exit_code, finished.stdout) == (1, "")
     assert finished.stderr.startswith("weald: ")
     assert finished.stderr.count("\n") == 1

@@ -13,7 +13,9 @@ from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step
 from services.local.generation import Generation, Result
 from services.types.errors import WealdError
+from services.types.messages import Moved
 from services.types.outcome import Outcome
+from services.types.replica import ReplicaKind
 from services.types.session import FinishReason
 from services.types.tree import DraftTree
 
@@ -146,6 +148,41 @@ def test_plain_steps_count_as_rounds_but_not_in_tau() -> None:
     )
     result = generation.result()
     assert (result.rounds, result.tau, result.nodes_drafted, result.nodes_verified) == (3, 2.0, 2, 1)
+
+
+@given(
+    text=st.text(st.sampled_from("ab 木🌲"), min_size=1, max_size=20),
+    cuts=st.sets(st.integers(2, 40), max_size=10),
+    stops=st.lists(st.text(st.sampled_from("ab 木🌲"), min_size=1, max_size=3), max_size=2),
+    known=st.integers(0, 40),
+)
+def test_who_has_the_text_of_the_first_tokens_is_told_what_became_final_behind_them(
+    text: str, cuts: set[int], stops: list[str], known: int
+) -> None:
+    tokens = list(text.encode())
+    earlier, shown = Generation(TOKENIZER, 7, stops), ""
+    for token in tokens[: min(known, len(tokens) - 1)]:
+        shown += earlier.add(Step("s", None, Outcome((token,), (), 0, None), 0.0, 0.0))
+        if earlier.finish:
+            return
+    known = min(known, len(tokens) - 1)
+    generation = Generation(TOKENIZER, 7, stops, known=known)
+    for step in steps(grouped(tokens, cuts)):
+        shown += generation.add(step)
+        if generation.finish:
+            break
+    assert shown == generation.result().text == gathered([tokens], stops)[0].text
+
+
+def test_the_session_is_named_and_only_moves_from_lost_replicas_are_recoveries() -> None:
+    generation = Generation(TOKENIZER, 7, session="id")
+    for lost in (True, False, True):
+        generation.moved(Moved(ReplicaKind.DRAFT, "a:1", lost))
+    generation.add(next(steps([b"a"])))
+    result = generation.result()
+    assert (result.session, result.recoveries) == ("id", 2)
+    here, _ = gathered([b"a"])
+    assert (here.session, here.recoveries) == (None, 0)
 
 
 def test_a_session_that_was_allowed_no_token_has_an_empty_result() -> None:
