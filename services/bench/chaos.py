@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -42,8 +42,6 @@ HIT_WITHIN_S = 5.0
 """A replica that does not come to a stage in this time serves nobody; another try comes later."""
 FROZEN_S = 10.0
 """Longer than it takes callers and drafters to notice, which is 8 s."""
-AT_ONCE = 2
-"""Disturbances at the same time, besides a frozen replica."""
 GAP_S = 3.0
 """Between two disturbances at most; half as much on the average."""
 ANY = "any moment"
@@ -100,13 +98,10 @@ class Chaos:
         self._names = count()
         self._acts = self._all_acts()
         self._kinds = {name: [kind for kind in ReplicaKind if kind in name] for name in self._acts}
-        """Whom an act disturbs."""
+        """Whom an act disturbs: of one kind one replica at a time, so that the other can serve."""
         self._bag: list[str] = []
         self._done: set[str] = set()
         self._acting: dict[asyncio.Task[bool], str] = {}
-        self._busy: set[Victim] = set()
-        self._frozen: ReplicaKind | None = None
-        """While a replica of this kind is frozen its sessions need the others, which are left alone."""
         self._fenced: Counter[str] = Counter()
         """Sessions that a draft replica lost to a later lease of another in its present life."""
         self._store_away = False
@@ -178,9 +173,7 @@ class Chaos:
                         ErrorCode.DEADLINE_EXCEEDED,
                         f"these never came to pass: {', '.join(self._acts.keys() - self._done)}",
                     )
-                acting = len(self._acting) - (self._frozen is not None)
-                name = self._next(late=over > seconds) if acting < AT_ONCE else None
-                if name:
+                if name := self._next(late=over > seconds):
                     _log.info("%s", name)
                     self._acting[asyncio.create_task(_awaited(self._acts[name]))] = name
                 await asyncio.sleep(
@@ -199,13 +192,14 @@ class Chaos:
 
     def _next(self, late: bool) -> str | None:
         """The name of the next act; None when none is left for now."""
-        wanted = self._acts.keys() - self._done - set(self._acting.values()) if late else self._acts.keys()
-        self._bag = [name for name in self._bag if name in wanted]
-        if not self._bag:
-            self._bag = self._rng.sample(sorted(wanted), len(wanted))
-        for name in reversed(self._bag):
-            freezes = name.startswith("freeze")
-            if self._frozen is None or not (freezes or self._frozen in self._kinds[name]):
+        wanted = self._acts.keys() - self._done if late else self._acts.keys()
+        self._bag = [name for name in self._bag if name in wanted] or self._rng.sample(
+            sorted(wanted), len(wanted)
+        )
+        acting = set(self._acting.values())
+        kinds = {kind for name in acting for kind in self._kinds[name]}
+        for name in self._bag:
+            if name not in acting and kinds.isdisjoint(self._kinds[name]):
                 self._bag.remove(name)
                 return name
         return None
@@ -219,77 +213,68 @@ class Chaos:
         return acts
 
     async def _kill_at(self, kind: ReplicaKind, stage: str) -> bool:
-        async with self._taken(kind) as victim:
-            hit = await self._hit(victim, stage)
-            if hit:
-                await self._restart(victim)
-            return hit
+        victim = self._one(kind)
+        hit = await self._hit(victim, stage)
+        if hit:
+            await self._restart(victim)
+        return hit
 
     async def _kill_both(self) -> bool:
-        async with self._taken(ReplicaKind.DRAFT) as drafter, self._taken(ReplicaKind.VERIFY) as verifier:
-            both = (drafter, verifier)
-            stages = [self._rng.choice(list(STAGES[victim.kind])) for victim in both]
-            hits = await asyncio.gather(*map(self._hit, both, stages))
-            self.toll.others["both sides killed at once"] += all(hits)
-            for victim, hit in zip(both, hits, strict=True):
-                if hit:
-                    await self._restart(victim)
-            return all(hits)
+        both = [self._one(kind) for kind in ReplicaKind]
+        stages = [self._rng.choice(list(STAGES[victim.kind])) for victim in both]
+        hits = await asyncio.gather(*map(self._hit, both, stages))
+        self.toll.others["both sides killed at once"] += all(hits)
+        for victim, hit in zip(both, hits, strict=True):
+            if hit:
+                await self._restart(victim)
+        return all(hits)
 
     async def _kill(self, kind: ReplicaKind) -> bool:
-        async with self._taken(kind) as victim:
-            await self._reap(victim)
-            await victim.kill()
-            self._killed(victim, ANY)
-            await self._restart(victim)
+        victim = self._one(kind)
+        await self._reap(victim)
+        await victim.kill()
+        self._killed(victim, ANY)
+        await self._restart(victim)
         return True
 
     async def _freeze(self, kind: ReplicaKind) -> bool:
         """A frozen replica is given up by the others; a draft replica that wakes up then is fenced."""
-        self._frozen = kind
-        try:
-            async with self._taken(kind) as victim:
-                stage = self._rng.choice(list(STAGES[kind]))
-                if not await victim.freeze_at(stage, self._moment(), HIT_WITHIN_S):
-                    return False
-                self.toll.others[f"{kind} replicas frozen"] += 1
-                await asyncio.sleep(FROZEN_S)
-                victim.thaw()
-                await self._rest(1.0)
-        finally:
-            self._frozen = None
+        victim = self._one(kind)
+        if not await victim.freeze_at(self._rng.choice(list(STAGES[kind])), self._moment(), HIT_WITHIN_S):
+            return False
+        self.toll.others[f"{kind} replicas frozen"] += 1
+        await asyncio.sleep(FROZEN_S)
+        victim.thaw()
+        await self._rest(1.0)
         return True
 
     async def _drain(self, kind: ReplicaKind) -> bool:
-        async with self._taken(kind) as victim:
-            await self._reap(victim)
-            victim.drain()
-            if status := await victim.ended():
-                raise WealdError(ErrorCode.INTERNAL, f"{victim.name} was drained and ended with {status}")
-            self.toll.others[f"{kind} replicas drained"] += 1
-            self._ended(victim)
-            await self._restart(victim)
+        victim = self._one(kind)
+        await self._reap(victim)
+        victim.drain()
+        if status := await victim.ended():
+            raise WealdError(ErrorCode.INTERNAL, f"{victim.name} was drained and ended with {status}")
+        self.toll.others[f"{kind} replicas drained"] += 1
+        self._ended(victim)
+        await self._restart(victim)
         return True
 
     async def _cut(self, kind: ReplicaKind) -> bool:
-        async with self._taken(kind) as victim:
-            proxy, delay_s = victim.proxy, self._rng.uniform(0.02, 0.2)
-            what = self._rng.choice(("dropped", "cut without a word", "delayed"))
-            match what:
-                case "dropped":
-                    proxy.drop()
-                case "delayed":
-                    proxy.delay_s = delay_s
-                case _:
-                    proxy.blackhole()
-            self.toll.others[f"links to {kind} replicas {what}"] += 1
-            await self._rest(2.0)
-            proxy.restore()
+        proxy, delay_s = self._one(kind).proxy, self._rng.uniform(0.02, 0.2)
+        what = self._rng.choice(("dropped", "cut without a word", "delayed"))
+        match what:
+            case "dropped":
+                proxy.drop()
+            case "delayed":
+                proxy.delay_s = delay_s
+            case _:
+                proxy.blackhole()
+        self.toll.others[f"links to {kind} replicas {what}"] += 1
+        await self._rest(2.0)
+        proxy.restore()
         return True
 
     async def _lose_store(self) -> bool:
-        if self._store_away:
-            return False
         self._store_away = True
         away = time.monotonic()
         await self._cluster.vault.kill()
@@ -300,18 +285,8 @@ class Chaos:
         self.toll.outages.append((away, time.monotonic()))
         return True
 
-    @asynccontextmanager
-    async def _taken(self, kind: ReplicaKind) -> AsyncIterator[Victim]:
-        """One replica of a kind that no other act disturbs."""
-        victims = self._cluster.verifiers if kind is ReplicaKind.VERIFY else self._cluster.drafters
-        while not (free := [victim for victim in victims if victim not in self._busy]):
-            await asyncio.sleep(POLL_S)
-        victim = self._rng.choice(free)
-        self._busy.add(victim)
-        try:
-            yield victim
-        finally:
-            self._busy.remove(victim)
+    def _one(self, kind: ReplicaKind) -> Victim:
+        return self._rng.choice([victim for victim in self._cluster.victims if victim.kind is kind])
 
     async def _hit(self, victim: Victim, stage: str) -> bool:
         await self._reap(victim)

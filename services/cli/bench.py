@@ -114,6 +114,24 @@ def load(
 
 
 @bench.command()
+def journal(
+    questions: Annotated[Path | None, typer.Option(help="A directory of question sets.")] = None,
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    answers: Annotated[int, typer.Option(min=2, help="Answers compared.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer.")] = 64,
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Processor time per token with the journal in Redis against memory, over all processes."""
+    from services.bench.journal import bench_journal
+    from services.bench.questions import some_prompts
+
+    prompts = some_prompts(questions, answers)
+    bench_journal(model, speculative_model, dtype, prompts, max_tokens, json)
+
+
+@bench.command()
 def chaos(
     model: Annotated[
         str | None,

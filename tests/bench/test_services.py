@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.bench.journal import bench_journal
 from services.bench.link import WIDTHS, bench_link
 from services.bench.load import bench_load
 from services.bench.questions import PROMPTS, some_prompts
@@ -79,3 +80,20 @@ def test_prompts_come_from_all_question_sets_alike_or_from_a_few_of_our_own(tmp_
         (tmp_path / f"{task}.jsonl").write_text("\n".join(lines))
     assert some_prompts(tmp_path, 4) == ["alpha 0", "beta 0", "alpha 1", "beta 1"]
     assert some_prompts(None, 6) == [*PROMPTS, *PROMPTS[:2]]
+
+
+def test_the_journal_is_measured_with_all_processes_that_take_part(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "journal.json"
+    target, head = str(checkpoints.target), str(checkpoints.head)
+    bench_journal(target, head, "float64", ["abc", "dea."], 12, file)
+    record = json.loads(file.read_text())
+    memory, redis = record["rows"]
+    assert (memory["store"], redis["store"]) == ("memory", "redis")
+    assert memory["redis"] == 0 < redis["redis"]
+    for row in record["rows"]:
+        assert row["all"] == pytest.approx(row["verify"] + row["draft"] + row["redis"])
+        assert min(row["verify"], row["draft"]) > 0
+    assert record["cost"]["low"] <= record["cost"]["mean"] <= record["cost"]["high"]
+    assert "95 % confidence" in capsys.readouterr().out
