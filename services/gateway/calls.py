@@ -87,7 +87,7 @@ class _Attempts:
     def __init__(self, drafters: Drafters, call: Call, within_s: float) -> None:
         self._drafters = drafters
         self._prefix = call.prompt or tuple(call.session.encode())
-        """By which replicas are chosen; an unknown prompt could lie anywhere, so its sessions are to spread."""
+        """By which a replica is chosen; sessions whose prompts are not known here spread."""
         self._within_s = within_s
         self._deadline = asyncio.get_running_loop().time() + within_s
         self._called = ""

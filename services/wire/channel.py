@@ -11,6 +11,8 @@ _OPTIONS = (
     *OPTIONS,
     # A replica that comes back is found again soon; by itself gRPC would wait up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
+    # So long is a connection waited for, too: a frozen replica accepts none, and does not refuse.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # The services talk within one cluster; a proxy of the environment is for what lies outside.
     ("grpc.enable_http_proxy", 0),

@@ -15,6 +15,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # A peer that vanished without closing its connection, as a lost node does, is noticed within 8 s.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # gRPC also pings while data flows, and would wait a minute for the answer to that.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

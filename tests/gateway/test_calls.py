@@ -719,8 +719,8 @@ def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
             process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_sessions_of_a_process_that_is_killed_or_ended_go_on_at_another_one(
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_the_sessions_of_a_process_that_is_killed_ended_or_frozen_go_on_at_another_one(
     number: signal.Signals, processes: dict[str, subprocess.Popen[str]]
 ) -> None:
     victim, other = processes
