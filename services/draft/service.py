@@ -303,7 +303,7 @@ class DraftService:
         return Moved(ReplicaKind.VERIFY, link.address, lost.error.code in LOSSES and not lost.draining)
 
     async def _other(self, generating: Generating, lost: Lost) -> VerifyLink | None:
-        """The verify replica to go on at; None to stay, where a draining one, or a late opening, serves it."""
+        """The verify replica to go on at; None to stay where a draining one or a late opening serves it."""
         if generating.lost_at is None:
             generating.lost_at = time.monotonic()
         deadline = generating.lost_at + RECOVER_S

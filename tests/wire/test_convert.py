@@ -13,8 +13,8 @@ from services.types.errors import ErrorCode, WealdError
 from services.types.messages import (
     Call,
     Close,
-    Draining,
     DraftStatus,
+    Draining,
     Event,
     Failure,
     FeatureBlock,
