@@ -42,6 +42,8 @@ HIT_WITHIN_S = 5.0
 """A replica that does not come to a stage in this time serves nobody; another try comes later."""
 FROZEN_S = 10.0
 """Longer than it takes callers and drafters to notice, which is 8 s."""
+CALM_S = 120.0
+"""Once nothing disturbs them any more, all streams end in this time."""
 GAP_S = 3.0
 """Between two disturbances at most; half as much on the average."""
 ANY = "any moment"
@@ -118,7 +120,7 @@ class Chaos:
         try:
             await self._disturb(seconds, progress)
             self._calm = True
-            await heard_all(running, PATIENCE_S)
+            await heard_all(running, CALM_S)
             await self._kill_all(streams)
             await self._finish_records()
         finally:

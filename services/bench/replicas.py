@@ -83,7 +83,7 @@ class Forked:
             log: what it says on standard error is added here.
             orders: a file of `stages.Orders` that it obeys.
         """
-        forks = warm_up()
+        forks = _warm()
         self._line, line = forks.Pipe(duplex=False)
         self._log = log
         words = [str(argument) for argument in arguments]
@@ -126,7 +126,7 @@ class Forked:
         return self.process.exitcode
 
 
-def warm_up() -> "multiprocessing.context.ForkServerContext":
+def _warm() -> "multiprocessing.context.ForkServerContext":
     """Start, once, the process that replicas are forked from; its imports take some seconds."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(list(_WARM))

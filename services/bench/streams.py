@@ -19,7 +19,7 @@ from services.verify.verifier import Verifier, pages_for
 
 _log = logging.getLogger(__name__)
 
-WITHIN_S = 120.0
+WITHIN_S = 600.0
 """Of one call, all its recoveries included."""
 
 

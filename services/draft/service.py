@@ -117,7 +117,7 @@ class DraftService:
         for generating in self._sessions.values():
             generating.events.put_nowait(Draining())
         deadline = time.monotonic() + timeout_s
-        while self._sessions and time.monotonic() < deadline:
+        while (self._sessions or self._beginning) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._sessions
 
@@ -229,6 +229,8 @@ class DraftService:
         replay = _replay(record, len(call.output))
         generating = Generating(call, session, record.epoch, list(session.output), replay)
         self._sessions[session.id] = generating
+        if self.draining:
+            generating.events.put_nowait(Draining())
         if record.finish:
             generating.events.put_nowait(Started(session.id, session.seed, 0, ""))
             generating.finish(record.finish)
@@ -293,6 +295,8 @@ class DraftService:
     async def _move(self, generating: Generating, lost: Lost) -> Moved | None:
         """Go on at another verify replica, or at the same one once it is back; its text stays the same."""
         generating.leaving = False
+        if lost.opening is not generating.opening:
+            return None
         link = await self._other(generating, lost)
         if link is None or lost.opening is not generating.opening:
             return None
