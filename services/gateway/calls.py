@@ -243,7 +243,14 @@ class _Delivery:
         self._compare(round.finish)
         self.finish = round.finish
         if again:
-            round = replace(round, position=round.position + len(again), tokens=fresh, tree=None, accepted=())
+            round = replace(
+                round,
+                position=round.position + len(again),
+                tokens=fresh,
+                tree=None,
+                accepted=(),
+                logprobs=round.logprobs[len(again) :],
+            )
         return round if fresh or round.finish else None
 
     def _compare(self, finish: FinishReason | None) -> None:

@@ -12,8 +12,9 @@ from rich.console import Console
 from transformers.utils import logging
 
 from services.draft.drafter import Drafter
-from services.engine.checkpoints import PACKAGED, resolve
+from services.engine.checkpoints import resolve
 from services.engine.head import EagleHead
+from services.engine.names import PACKAGED
 from services.engine.target import Target
 from services.engine.transfer import DTYPES
 from services.gateway.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from services.local.decoder import Step, decode
 from services.types.configuration import DraftConfig
 from services.types.errors import invalid
 from services.types.session import Session
+from services.verify.grammar import Grammars
 from services.verify.verifier import Verifier, pages_for
 
 PACKAGED_HEADS = Path(__file__).parent.parent / "heads"
@@ -35,6 +37,7 @@ class Models:
     tokenizer: Tokenizer
     head: EagleHead | None
     """None decodes by plain steps only."""
+    grammars: Grammars
 
     def chat(self, message: str) -> list[int]:
         """Token ids of a conversation that a user's message begins, up to where the answer begins."""
@@ -51,7 +54,7 @@ class Models:
             WealdError: at the first step, as `Verifier.open` does.
         """
         tokens = min(len(session.prompt) + session.params.max_tokens, self.target.context_length)
-        verifier = Verifier(self.target, num_pages=pages_for(tokens))
+        verifier = Verifier(self.target, num_pages=pages_for(tokens), grammars=self.grammars)
         drafter = None
         if self.head and config:
             scratch = config.levels * config.beam
@@ -83,7 +86,8 @@ def load(model: str, head: str | None, *, speculative: bool, device: str, dtype:
         directory = resolve(model)
         target = Target.load(directory, exact, placed)
         loaded = EagleHead.load(resolve(drafting), *target.embeddings()) if drafting else None
-    return Models(target, Tokenizer.load(directory), loaded)
+    grammars = Grammars(directory, target.vocab_size, target.eos_token_ids)
+    return Models(target, Tokenizer.load(directory), loaded, grammars)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Drawing the next token: logits processors in vLLM's order, then Gumbel-max with seeded noise."""
+"""Drawing the next token: logits processors in vLLM's order, then Gumbel-max with seeded noise; logprobs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.speculation.noise import gumbel, signed
+from services.types.outcome import TokenLogprobs
 from services.types.sampling import SamplingParams
 
 
@@ -22,6 +23,8 @@ class Context:
     """Committed output tokens, then the path from the root to the node that draws."""
     ends: frozenset[int]
     """Tokens that end the text: banned below `min_tokens`."""
+    allowed: Tensor | None = None
+    """Bool `[V]`: the tokens that a grammar lets follow, at least one; None without a grammar."""
 
     @property
     def position(self) -> int:
@@ -32,9 +35,10 @@ class Context:
 def process(logits: Tensor, contexts: Sequence[Context]) -> Tensor:
     """Scores whose softmax is the distribution each row draws from.
 
-    Bias and bans, penalties, temperature, min-p, top-k, top-p, in this order, as in vLLM. At temperature 0
-    the scores are not divided and no token is cut: neither changes the most likely one. Where bias and bans
-    leave no token at all, the draw is token 0.
+    Bias, bans and grammar, penalties, temperature, min-p, top-k, top-p, in this order, as in vLLM. At
+    temperature 0 the scores are not divided and no token is cut: neither changes the most likely one. Where
+    bias and bans leave no token at all, the draw is token 0; where they leave none that the grammar allows,
+    they give way to it.
 
     Args:
         logits: raw logits `[R, V]` of any floating dtype.
@@ -85,13 +89,42 @@ def draw(logits: Tensor, contexts: Sequence[Context]) -> list[int]:
     return drawn.tolist()
 
 
+def logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """What is told of each row's token: its own log-probability, and those of the most likely tokens.
+
+    Args:
+        logits: raw logits `[R, V]`, R at least 1; float32 is computed with, or float64 if they are.
+        tokens: the token committed, for each row.
+        tops: so many most likely tokens, for each row; all V where there are fewer.
+    """
+    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    log_probs = logits.to(exact).log_softmax(-1)
+    rows = torch.arange(len(tokens), device=logits.device)
+    own = log_probs[rows, torch.tensor(tokens, device=logits.device)].tolist()
+    best: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    if most := min(max(tops), logits.shape[-1]):
+        # Which of several tied tokens `topk` takes is not defined: all that reach its least value are told.
+        least = log_probs.topk(most).values[:, -1:]
+        found = (log_probs >= least).nonzero(as_tuple=True)
+        for row, token, value in zip(*(part.tolist() for part in (*found, log_probs[found])), strict=True):
+            best[row].append((token, value))
+    # Each row's tokens come in ascending order, and sorting keeps it among equals.
+    ranked = [sorted(row, key=lambda pair: -pair[1]) for row in best]
+    return [TokenLogprobs(value, tuple(row[:top])) for value, row, top in zip(own, ranked, tops, strict=True)]
+
+
 def _bias(row: Tensor, context: Context) -> None:
     params = context.params
+    allowed = None if context.allowed is None else context.allowed.to(row.device)
+    within = row if allowed is None else row.masked_fill(~allowed, -torch.inf)
     if params.logit_bias:
         tokens = torch.tensor(list(params.logit_bias), device=row.device)
         row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
     if len(context.output) < params.min_tokens and context.ends:
         row[torch.tensor(sorted(context.ends), device=row.device)] = -torch.inf
+    if allowed is not None:
+        row.masked_fill_(~allowed, -torch.inf)
+        row.copy_(torch.where(row.isneginf().all(), within, row))
 
 
 def _penalise(row: Tensor, context: Context) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.types.configuration import DraftConfig
 from services.types.errors import WealdError
-from services.types.outcome import Outcome
+from services.types.outcome import Outcome, TokenLogprobs
 from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
@@ -205,6 +205,8 @@ class Round:
     """Indices of the accepted nodes in the tree proposed; parallel to the first tokens."""
     finish: FinishReason | None = None
     """Set by the round that ended the session: its last token is an end token, or the last one allowed."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Parallel to `tokens` where the call asks for them; empty for those of the journal, which keeps none."""
 
 
 @dataclass(frozen=True, slots=True)

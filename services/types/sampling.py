@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from services.types.errors import invalid
 
 SEED_BITS = 64
+MAX_LOGPROBS = 20
+MAX_SCHEMA = 1 << 16
+"""Characters of a JSON schema at most."""
 MIN_TEMPERATURE = 1e-5
 """Below it float32 logits divided by the temperature overflow."""
 
@@ -21,7 +24,9 @@ class SamplingParams:
     max_tokens: int = 16
     """Output tokens to generate; exactly this many unless the text ends before."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens are banned before this many output tokens."""
+    """End-of-sequence and stop tokens are banned before this many output tokens, unless `json_schema` leaves
+    nothing else.
+    """
     temperature: float = 1.0
     """0 takes the most likely token; above 0 divides the logits."""
     top_k: int = 0
@@ -39,11 +44,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of the named tokens; -inf bans."""
+    """Added to the logits of the named tokens; -inf bans, unless `json_schema` leaves nothing else."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further tokens that end the text."""
+    """Further tokens that end the text; with `json_schema` only where the document can end."""
     ignore_eos: bool = False
     """Go on after end-of-sequence tokens (not after `stop_token_ids`)."""
+    logprobs: int | None = None
+    """Tell the log-probability of each committed token, and of so many most likely ones at its place."""
+    json_schema: str | None = None
+    """The text is one JSON document of this JSON schema; `max_tokens` can still cut it off."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -78,6 +87,18 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             require(token >= 0, f"stop_token_ids names token {token}; token ids start at 0")
+        if self.logprobs is not None:
+            number("logprobs", 0, MAX_LOGPROBS)
+        if self.json_schema is not None:
+            require(
+                len(self.json_schema) <= MAX_SCHEMA,
+                f"json_schema has {len(self.json_schema)} characters; shorten it to {MAX_SCHEMA}",
+            )
+            require(
+                not self.ignore_eos,
+                "json_schema and ignore_eos exclude each other: a document ends where it is complete; "
+                "leave one of them out",
+            )
 
     @property
     def penalised(self) -> bool:

@@ -60,6 +60,8 @@ class Seat:
     """Holds in a row that ended without a tree."""
     expires: float = 0.0
     """Seconds, when a parked seat is dropped."""
+    preparing: bool = False
+    """Whether its grammar is still being compiled; others overtake it meanwhile."""
 
     @property
     def id(self) -> str:
@@ -107,12 +109,13 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._running)
 
-    def enqueue(self, request: Open, link: Link) -> None:
+    def enqueue(self, request: Open, link: Link) -> Seat:
         """Let an admitted session wait for its place; `make_room` has been asked before."""
         self._age += 1
         seat = Seat(request, link, self._age, request.features_from, len(request.session.tokens))
         self.seats[seat.id] = seat
         self.waiting.append(seat)
+        return seat
 
     def make_room(self) -> None:
         """Raise `WealdError(RESOURCE_EXHAUSTED)`, with a hint when to retry, if the queue is full."""
@@ -174,8 +177,9 @@ class Scheduler:
     def _admit(self, room: _Room) -> None:
         verifier = self._verifier
         reserved = sum(verifier.pages_missing(s.id, verifier.lacking(s.id)) for s in self._running)
-        while self.waiting and len(self._running) < self._limits.max_num_seqs:
-            seat = self.waiting[0]
+        for seat in [seat for seat in self.waiting if not seat.preparing]:
+            if len(self._running) >= self._limits.max_num_seqs:
+                return
             lacking = verifier.place(seat.id)
             needed = verifier.pages_missing(seat.id, lacking)
             room.pages = verifier.pool.free_pages
@@ -185,7 +189,7 @@ class Scheduler:
                 room.pages = verifier.pool.free_pages
                 return
             reserved += needed
-            self.waiting.popleft()
+            self.waiting.remove(seat)
             self._running.append(seat)
             self._running.sort(key=lambda s: s.age)
             self.counters["prefix_hit_tokens"] += verifier.pending(seat.id)[0] + 1 - lacking

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from services.engine.transfer import to_block
 from services.types.configuration import VerifyLimits
@@ -27,6 +28,7 @@ from services.types.messages import (
     StepTimings,
 )
 from services.types.outcome import Outcome
+from services.verify.grammar import Grammar
 from services.verify.scheduler import Link, Scheduler, Seat, Step
 from services.verify.verifier import Stepped, Verifier
 
@@ -34,6 +36,14 @@ BEAT_S = 1.0
 """An idle service looks after its pages and its ranks this often, in seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The grammar of a session that waits for it, or why there is none."""
+
+    seat: Seat
+    grammar: Grammar | WealdError
 
 
 class VerifyService:
@@ -54,7 +64,9 @@ class VerifyService:
         self.failed: WealdError | None = None
         """Why the service ended by itself."""
         self._scheduler = Scheduler(verifier, limits)
-        self._inbox: queue.SimpleQueue[tuple[Link, Request | None, float]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Link, Request | None, float] | _Prepared] = queue.SimpleQueue()
+        # Compiling a schema can take seconds, in which steps go on.
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
         self._beat = 0.0
         self._stopped = threading.Event()
@@ -89,6 +101,7 @@ class VerifyService:
         """End the thread after its present step."""
         self._stopped.set()
         self._thread.join()
+        self._compiler.shutdown(cancel_futures=True)
 
     def load(self) -> Load:
         """How busy the service is."""
@@ -129,16 +142,20 @@ class VerifyService:
                     self._look_after(now)
         except Exception as error:
             _log.exception("the verify service ends")
-            self.failed = error if isinstance(error, WealdError) else _internal()
+            self.failed = error if isinstance(error, WealdError) else _internal("the target step")
             self._end(list(self._scheduler.seats.values()), self.failed)
             self._ended()
 
     def _receive(self, patience_s: float) -> None:
         """Take in everything that has arrived; wait for the first only so long."""
         try:
-            self._take(*self._inbox.get(timeout=patience_s) if patience_s else self._inbox.get_nowait())
+            item = self._inbox.get(timeout=patience_s) if patience_s else self._inbox.get_nowait()
             while True:
-                self._take(*self._inbox.get_nowait())
+                if isinstance(item, _Prepared):
+                    self._constrain(item)
+                else:
+                    self._take(*item)
+                item = self._inbox.get_nowait()
         except queue.Empty:
             return
 
@@ -173,8 +190,36 @@ class VerifyService:
         if finished:
             reply = Reply(session.id, epoch, 0, len(session.tokens), finished, 0, False, None, 0)
             link.post([Replies((reply,), StepTimings(), self.load())])
+            return
+        seat = self._scheduler.enqueue(request, link)
+        if session.params.json_schema is not None:
+            seat.preparing = True
+            self._compiler.submit(self._prepare, seat)
+
+    def _prepare(self, seat: Seat) -> None:
+        """Compile the grammar of a session, in the compiler's thread."""
+        if self._scheduler.seats.get(seat.id) is not seat:
+            return
+        grammar: Grammar | WealdError
+        try:
+            grammar = self.verifier.grammar(seat.request.session)
+        except WealdError as error:
+            grammar = error
+        except BaseException:  # a panic of llguidance is no Exception
+            _log.exception("compiling a json_schema failed")
+            grammar = _internal("compiling json_schema")
+        self._inbox.put(_Prepared(seat, grammar))
+
+    def _constrain(self, prepared: _Prepared) -> None:
+        """Let a session go on that waited for its grammar, if it is still there."""
+        seat, grammar = prepared.seat, prepared.grammar
+        if self._scheduler.seats.get(seat.id) is not seat:
+            return
+        if isinstance(grammar, WealdError):
+            self._end([seat], grammar)
         else:
-            self._scheduler.enqueue(request, link)
+            self.verifier.constrain(seat.id, grammar)
+            seat.preparing = False
 
     def _check(self, request: Open) -> None:
         if self.draining:
@@ -216,14 +261,18 @@ class VerifyService:
             if isinstance(error, WealdError) and error.code is ErrorCode.UNAVAILABLE:
                 raise
             _log.exception("a target step failed")
-            self._end(seats.values(), error if isinstance(error, WealdError) else _internal())
+            failure = error if isinstance(error, WealdError) else _internal("the target step")
+            self._end(seats.values(), failure)
             return
+        for id, failure in stepped.failures.items():
+            self._end([seats.pop(id)], failure)
         self._reply(step, stepped, seats, int(queued * 1e9))
 
     def _reply(self, step: Step, stepped: Stepped, seats: Mapping[str, Seat], queued_ns: int) -> None:
         """Answer every stream once, with the features its drafter lacks where a tree is wanted."""
         wanted = {id for id, outcome in stepped.outcomes.items() if self._wanted(seats[id], outcome)}
-        blocks = self._features(seats, wanted | (step.chunks.keys() - stepped.outcomes.keys()))
+        prefilling = seats.keys() & step.chunks.keys() - stepped.outcomes.keys()
+        blocks = self._features(seats, wanted | prefilling)
         now, load = time.monotonic(), self.load()
         timings = replace(stepped.timings, queue=queued_ns)
         self._scheduler.counters["forward_ns"] += timings.forward
@@ -269,9 +318,7 @@ class VerifyService:
         proposal, seat.proposal, seat.held_until = seat.proposal, None, 0.0
         scheduler.counters["trees_verified" if len(nodes) > 1 else "plain_steps"] += 1
         round, seat.round = seat.round, seat.round + 1
-        accepted = Outcome(
-            outcome.tokens, tuple(nodes[n] for n in outcome.accepted), outcome.verified, outcome.finish
-        )
+        accepted = replace(outcome, accepted=tuple(nodes[n] for n in outcome.accepted))
         seat.committed += len(outcome.tokens)
         reply = Reply(
             session=seat.id,
@@ -314,5 +361,5 @@ def _stale(id: str, epoch: int, current: int) -> WealdError:
     )
 
 
-def _internal() -> WealdError:
-    return WealdError(ErrorCode.INTERNAL, "the target step failed; the log of the verify service says why")
+def _internal(what: str) -> WealdError:
+    return WealdError(ErrorCode.INTERNAL, f"{what} failed; the log of the verify service says why")

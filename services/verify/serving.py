@@ -17,6 +17,7 @@ from services.sessions.store import Store
 from services.types.configuration import Place, VerifyLimits
 from services.types.messages import Load, VerifyStatus
 from services.types.replica import Replica, ReplicaKind
+from services.verify.grammar import Grammars
 from services.verify.service import VerifyService
 from services.verify.servicer import VerifyServicer
 from services.verify.verifier import Verifier
@@ -53,7 +54,8 @@ def load(
     directory = resolve(model)
     target = Target.load(directory, dtype, device, ranks)
     pages = memory // (target.token_bytes * PAGE_SIZE)
-    verifier = Verifier(target, num_pages=pages, max_model_len=max_model_len)
+    grammars = Grammars(directory, target.vocab_size, target.eos_token_ids)
+    verifier = Verifier(target, num_pages=pages, max_model_len=max_model_len, grammars=grammars)
     mark = fingerprint(directory)
     status = VerifyStatus(
         model=model,

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from services.engine.attention import Batch, Segment, causal_segment, tree_segme
 from services.engine.pages import PAGE_SIZE, PagePool, extend_keys
 from services.engine.target import Target
 from services.speculation.acceptance import Walk, walk
-from services.speculation.sampling import Context, draw
+from services.speculation.sampling import Context, draw, logprobs
 from services.speculation.stopping import cut, end_tokens
 from services.types.errors import ErrorCode, WealdError, invalid
 from services.types.messages import StepTimings
 from services.types.outcome import Outcome
 from services.types.session import FinishReason, Session
 from services.types.tree import MAX_NODES, DraftTree
+from services.verify.grammar import Grammar, Grammars
 
 PREFILL_CHUNK = 512
 """Prompt tokens that enter one target step of `Verifier.open`."""
@@ -50,6 +52,8 @@ class Stepped:
     outcomes: dict[str, Outcome]
     """Of the sessions that drew a token; those still in their prefill are not among them."""
     timings: StepTimings
+    failures: Mapping[str, WealdError] = field(default_factory=dict)
+    """Why sessions cannot go on; they committed nothing in this step and are closed."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,9 @@ class _Running:
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     """Content hashes of the full pages of computed tokens."""
+    grammar: Grammar | None = None
+    failed: WealdError | None = None
+    """Why its grammar cannot go on."""
 
     @property
     def pending(self) -> int:
@@ -76,10 +83,25 @@ class _Running:
     def room(self) -> int:
         return self.limit - (len(self.tokens) - len(self.session.prompt))
 
+    def commit(self, outcome: Outcome) -> None:
+        """Take in what a step has committed."""
+        self.computed = self.pending + 1 + len(outcome.accepted)
+        self.tokens.extend(outcome.tokens)
+        if self.grammar and not outcome.finish:
+            self.grammar.advance(outcome.tokens)
+
     def context(self, path: Sequence[int] = ()) -> Context:
         session = self.session
         output = self.tokens[len(session.prompt) :]
-        return Context(session.params, session.seed, session.prompt, [*output, *path], self.ends)
+        allowed = self._allowed(path)
+        return Context(session.params, session.seed, session.prompt, [*output, *path], self.ends, allowed)
+
+    def _allowed(self, path: Sequence[int]) -> Tensor | None:
+        try:
+            return self.grammar.allowed(path) if self.grammar else None
+        except WealdError as error:
+            self.failed = error
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +119,13 @@ class Verifier:
     """Owns the target's pages and the committed tokens of every open session."""
 
     def __init__(
-        self, target: Target, *, num_pages: int, page_size: int = PAGE_SIZE, max_model_len: int | None = None
+        self,
+        target: Target,
+        *,
+        num_pages: int,
+        page_size: int = PAGE_SIZE,
+        max_model_len: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.target = target
         self.max_model_len = min(max_model_len or target.context_length, target.context_length)
@@ -107,10 +135,26 @@ class Verifier:
         """Of these, tokens of prefill chunks."""
         self.pool = PagePool(num_pages, page_size)
         self._cache = target.new_cache(num_pages, page_size)
+        self._grammars = grammars
         self._sessions: dict[str, _Running] = {}
 
+    def grammar(self, session: Session) -> Grammar:
+        """The grammar of a session with a JSON schema, behind its output so far; any thread may ask.
+
+        Raises:
+            WealdError: `INVALID_ARGUMENT` as `Grammars.begin` does.
+        """
+        if self._grammars is None:
+            raise invalid("json_schema needs the target's tokenizer, which is not known here; leave it out")
+        ends = end_tokens(session.params, self.target.eos_token_ids)
+        return self._grammars.begin(session.params.json_schema or "", session.output, ends)
+
+    def constrain(self, id: str, grammar: Grammar) -> None:
+        """Give a session its grammar, before its first step."""
+        self._session(id).grammar = grammar
+
     def admit(self, session: Session) -> Outcome | None:
-        """Take a session in, without pages; `place` and `step` do the work.
+        """Take a session in, without pages; `constrain`, `place` and `step` do the work.
 
         Returns:
             The finish, when there is nothing to generate: the session is then not open.
@@ -202,27 +246,26 @@ class Verifier:
         forwarded = time.perf_counter_ns()
         drawing = [row for row in rows if row.tree]
         forest = [row.tree for row in drawing if row.tree]
-        walks = rule(forest, self._look_up(drawing, logits))
-        accepted = time.perf_counter_ns()
+        first = list(accumulate(map(len, forest), initial=0))
+        walks = rule(forest, self._look_up(drawing, first, logits))
         outcomes = [self._outcome(row, walk) for row, walk in zip(drawing, walks, strict=True)]
-        self._compact(drawing, outcomes)
+        outcomes = self._with_logprobs(drawing, first, logits, outcomes)
+        accepted = time.perf_counter_ns()
+        drawn = [pair for pair in zip(drawing, outcomes, strict=True) if not pair[0].running.failed]
+        self._compact(drawn)
         for row in rows:
             row.running.computed += row.segment.rows if row.tree is None else 0
-        for row, outcome in zip(drawing, outcomes, strict=True):
-            running = row.running
-            running.computed = running.pending + 1 + len(outcome.accepted)
-            running.tokens.extend(outcome.tokens)
+        for row, outcome in drawn:
+            row.running.commit(outcome)
         for row in rows:
             self._register(row.running)
-        done = {row.running.session.id: o for row, o in zip(drawing, outcomes, strict=True)}
-        for id, outcome in done.items():
-            if outcome.finish:
-                self.close(id)
+        done = {row.running.session.id: outcome for row, outcome in drawn}
+        failures = {row.running.session.id: e for row in drawing if (e := row.running.failed)}
+        for id in (*failures, *(id for id, outcome in done.items() if outcome.finish)):
+            self.close(id)
         committed = time.perf_counter_ns()
-        return Stepped(
-            done,
-            StepTimings(0, forwarded - started, accepted - forwarded, committed - accepted),
-        )
+        timings = StepTimings(0, forwarded - started, accepted - forwarded, committed - accepted)
+        return Stepped(done, timings, failures)
 
     @torch.inference_mode()
     def features(self, spans: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
@@ -243,11 +286,13 @@ class Verifier:
             return Verified(finished, self._no_features())
         id = session.id
         try:
+            if session.params.json_schema is not None:
+                self.constrain(id, self.grammar(session))
             lacking = self.place(id)
             outcomes: dict[str, Outcome] = {}
             while not outcomes:
                 count = min(lacking, PREFILL_CHUNK)
-                outcomes = self.step({}, {id: count}).outcomes
+                outcomes = _sound(self.step({}, {id: count}))
                 lacking -= count
         except BaseException:
             self.close(id)
@@ -255,9 +300,13 @@ class Verifier:
         return self._verified(id, outcomes[id], 0)
 
     def verify(self, trees: Mapping[str, DraftTree], rule: Rule = seeded_walk) -> dict[str, Verified]:
-        """One round of the sessions named, as `step`, and the features of what it committed."""
+        """One round of the sessions named, as `step`, and the features of what it committed.
+
+        Raises:
+            WealdError: as `step`, and why a session cannot go on by its grammar.
+        """
         starts = {id: self.pending(id)[0] for id in trees}
-        outcomes = self.step(trees, rule=rule).outcomes
+        outcomes = _sound(self.step(trees, rule=rule))
         return {id: self._verified(id, outcome, starts[id]) for id, outcome in outcomes.items()}
 
     def suspend(self, id: str) -> None:
@@ -346,11 +395,9 @@ class Verifier:
             torch.tensor(needed, dtype=torch.long, device=device),
         )
 
-    def _look_up(self, drawing: Sequence[_Row], logits: Tensor) -> LookUp:
+    def _look_up(self, drawing: Sequence[_Row], first: Sequence[int], logits: Tensor) -> LookUp:
+        """`first` are the rows in the logits at which the trees begin."""
         forest = [row.tree for row in drawing if row.tree]
-        first = [0]
-        for tree in forest:
-            first.append(first[-1] + len(tree))
 
         def look_up(at: list[tuple[int, int]]) -> tuple[Tensor, list[Context]]:
             paths = [[forest[i].tokens[n] for n in forest[i].path(node)] for i, node in at]
@@ -365,10 +412,31 @@ class Verifier:
         tokens, finish = cut(said, row.running.room, row.running.ends)
         return Outcome(tokens, walk.path[: len(tokens)], len(row.tree), finish)
 
-    def _compact(self, drawing: Sequence[_Row], outcomes: Sequence[Outcome]) -> None:
+    def _with_logprobs(
+        self, drawing: Sequence[_Row], first: Sequence[int], logits: Tensor, outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        """The outcomes, with logprobs for the sessions that ask for them; all are computed together."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        tops: list[int] = []
+        for row, root, outcome in zip(drawing, first, outcomes, strict=False):
+            top = row.running.session.params.logprobs
+            if top is not None:
+                rows += [root + node for node in (0, *outcome.accepted)][: len(outcome.tokens)]
+                tokens += outcome.tokens
+                tops += [top] * len(outcome.tokens)
+        told = iter(logprobs(logits[rows], tokens, tops) if rows else ())
+        return [
+            outcome
+            if row.running.session.params.logprobs is None
+            else replace(outcome, logprobs=tuple(islice(told, len(outcome.tokens))))
+            for row, outcome in zip(drawing, outcomes, strict=True)
+        ]
+
+    def _compact(self, drawn: Sequence[tuple[_Row, Outcome]]) -> None:
         """Move accepted nodes next to their prefix."""
         sources, destinations = [], []
-        for row, outcome in zip(drawing, outcomes, strict=True):
+        for row, outcome in drawn:
             nodes = row.segment.slots[-outcome.verified :]
             for destination, node in enumerate(outcome.accepted, 1):
                 if node != destination:
@@ -391,6 +459,13 @@ class Verifier:
 
     def _no_features(self) -> Tensor:
         return torch.empty(0, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+
+
+def _sound(stepped: Stepped) -> dict[str, Outcome]:
+    """The outcomes of a step, where no session has failed."""
+    for error in stepped.failures.values():
+        raise error
+    return stepped.outcomes
 
 
 def pages_for(tokens: int, page_size: int = PAGE_SIZE) -> int:

@@ -35,7 +35,7 @@ from services.types.messages import (
     StepTimings,
     VerifyStatus,
 )
-from services.types.outcome import Outcome
+from services.types.outcome import Outcome, TokenLogprobs
 from services.types.replica import ReplicaKind
 from services.types.sampling import SEED_BITS, SamplingParams
 from services.types.session import FinishReason, Session
@@ -249,6 +249,7 @@ def _replies_to_proto(value: Replies) -> verify_pb2.Replies:
             f"features of one message must be alike in width and dtype, got {sorted(kinds)}",
         )
     width, dtype = next(iter(kinds), (0, None))
+    told = [reply.outcome.logprobs for reply in replies]
     return verify_pb2.Replies(
         sessions=[reply.session for reply in replies],
         epochs=[reply.epoch for reply in replies],
@@ -275,6 +276,8 @@ def _replies_to_proto(value: Replies) -> verify_pb2.Replies:
         ),
         load=_load_to_proto(value.load),
         traceparent=value.traceparent,
+        logprob_counts=[len(logprobs) for logprobs in told] if any(told) else (),
+        logprobs=_logprobs_to_proto([each for logprobs in told for each in logprobs]),
     )
 
 
@@ -315,7 +318,18 @@ def _outcomes(message: verify_pb2.Replies) -> Iterator[Outcome]:
     accepted = _parts(message.accepted, message.accepted_counts)
     verified = (nodes.bit_count() for nodes in message.nodes)
     finishes = (_known(FINISHES, finish, "finish reason") for finish in message.finishes)
-    return map(Outcome, tokens, accepted, verified, finishes)
+    return map(Outcome, tokens, accepted, verified, finishes, _told(message))
+
+
+def _told(message: verify_pb2.Replies) -> Iterator[tuple[TokenLogprobs, ...]]:
+    """The logprobs of each session."""
+    counts = list(message.logprob_counts) or [0] * len(message.sessions)
+    if message.logprob_counts:
+        _expect(message, len(message.sessions), "logprob_counts")
+    for told, tokens in zip(counts, message.token_counts, strict=True):
+        if told not in (0, tokens):
+            raise invalid(f"logprobs are told of {told} tokens where {tokens} were committed")
+    return _parts(_logprobs_from_proto(message.logprobs, sum(counts)), counts)
 
 
 def _blocks(message: verify_pb2.Replies) -> list[FeatureBlock | None]:
@@ -399,6 +413,7 @@ def event_to_proto(event: Event) -> draft_pb2.GenerateResponse:
                 tree=_tree_to_proto(tree) if tree else None,
                 accepted=event.accepted,
                 finish=FINISHES[event.finish],
+                logprobs=_logprobs_to_proto(event.logprobs),
             )
             return draft_pb2.GenerateResponse(round=round)
         case Moved(kind, address, lost):
@@ -434,6 +449,7 @@ def event_from_proto(message: draft_pb2.GenerateResponse) -> Event:
                 _tree_from_proto(round.tree) if round.HasField("tree") else None,
                 tuple(round.accepted),
                 _known(FINISHES, round.finish, "finish reason"),
+                _logprobs_from_proto(round.logprobs, len(round.tokens) if round.HasField("logprobs") else 0),
             )
         case "moved":
             moved = message.moved
@@ -449,6 +465,24 @@ def event_from_proto(message: draft_pb2.GenerateResponse) -> Event:
             return Finished(reason, *counts)
         case _:
             raise _nothing_known(message)
+
+
+def _logprobs_to_proto(told: Sequence[TokenLogprobs]) -> session_pb2.Logprobs | None:
+    if not told:
+        return None
+    return session_pb2.Logprobs(
+        logprobs=[each.logprob for each in told],
+        top_counts=[len(each.top) for each in told],
+        top_tokens=[token for each in told for token, _ in each.top],
+        top_logprobs=[logprob for each in told for _, logprob in each.top],
+    )
+
+
+def _logprobs_from_proto(message: session_pb2.Logprobs, tokens: int) -> tuple[TokenLogprobs, ...]:
+    _expect(message, tokens, "logprobs", "top_counts")
+    _expect(message, sum(message.top_counts), "top_tokens", "top_logprobs")
+    tops = zip(message.top_tokens, message.top_logprobs, strict=True)
+    return tuple(map(TokenLogprobs, message.logprobs, _parts(tuple(tops), message.top_counts)))
 
 
 def _tree_to_proto(tree: DraftTree) -> session_pb2.DraftTree:

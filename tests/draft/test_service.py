@@ -32,6 +32,7 @@ from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import MOVES, FinishReason, Session
 from services.types.tree import DraftTree
+from services.verify.grammar import Grammars
 from services.verify.service import VerifyService
 from services.verify.verifier import Verifier
 
@@ -125,12 +126,14 @@ async def serve(
     observe: Callable[[RoundTimes], None] | None = None,
     store: MemoryStore | None = None,
     limits: VerifyLimits | None = None,
+    grammars: Grammars | None = None,
 ) -> AsyncIterator[Pair]:
     """Running services, which hold nothing when all is over."""
     tasks = asyncio.all_tasks()
     limits = limits or VerifyLimits(expiry_s=0.1)
     verifies = [
-        VerifyService(Verifier(target(), num_pages=400, page_size=4), limits, MARK) for _ in range(verifiers)
+        VerifyService(Verifier(target(), num_pages=400, page_size=4, grammars=grammars), limits, MARK)
+        for _ in range(verifiers)
     ]
     drafts = DraftService(drafter, MARK, max_num_seqs=max_num_seqs, observe=observe)
     wires = [Wire(f"verify:{i}", service, drafts) for i, service in enumerate(verifies)]
@@ -619,6 +622,60 @@ def test_the_journal_gives_the_rest_of_a_session_to_whoever_knows_its_id(
             # A caller who has a part gets the rest, whichever of the two is ahead.
             delivered = replace(s, output=text(s)[:9])
             assert is_whole(await listen(pair.drafts, call(delivered)), delivered, text(s))
+
+    asyncio.run(scenario())
+
+
+def test_callers_hear_logprobs_but_not_of_tokens_that_the_journal_had(
+    small: Make, drafter: Make, plain: Make
+) -> None:
+    s, store = session("a", logprobs=2), MemoryStore()
+    text = plain("llama", **SMALL).text(s)
+    log_probs = plain("llama", **SMALL).run((*s.prompt, *text))[1][len(s.prompt) - 1 :].log_softmax(-1)
+
+    async def scenario() -> None:
+        async with serve(small, drafter(), store=store) as pair:
+            heard = await listen(pair.drafts, call(s), leave_after=4)
+            assert all(len(round.logprobs) == len(round.tokens) for round in rounds(heard))
+        async with serve(small, drafter(), store=store) as pair:
+            replay, *rest = rounds(await listen(pair.drafts, call(s)))
+            assert replay.verified == 0
+            assert replay.logprobs == ()
+            told = [one for round in rest for one in round.logprobs]
+            known = len(replay.tokens)
+            for row, token, one in zip(log_probs[known:-1], text[known:], told, strict=True):
+                assert one.logprob == pytest.approx(float(row[token]), abs=1e-5)
+                assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
+
+    asyncio.run(scenario())
+
+
+def test_documents_of_a_schema_are_drafted_and_move_between_verify_replicas(
+    writer: Any, model: Make, head: Make, run: Make
+) -> None:
+    params = SamplingParams(max_tokens=40, json_schema='{"type": "array", "items": {"type": "integer"}}')
+    sessions = [Session(str(i), (9, 5 + i), params, i) for i in range(6)]
+    texts = run(writer.target, sessions, grammars=writer.grammars)
+    sizes = {"vocab_size": writer.target.vocab_size}
+
+    def own_target() -> Target:
+        return Target(model("llama", **sizes, eos_token_id=[0, 1], max_position_embeddings=512))
+
+    drafter = Drafter(head(writer.target, **sizes), TREES, num_pages=800, page_size=4)
+
+    async def scenario() -> None:
+        async with serve(own_target, drafter, verifiers=2, grammars=writer.grammars) as pair:
+            listening = [asyncio.create_task(listen(pair.drafts, call(s))) for s in sessions]
+            await asyncio.sleep(0.3)
+            pair.wires[0].cut()
+            for s, heard in zip(sessions, await asyncio.gather(*listening), strict=True):
+                assert said(heard) == texts[s.id]
+            bad = replace(sessions[0], id="bad", params=replace(params, json_schema="[]"))
+            with pytest.raises(
+                WealdError, match="json_schema does not compile: it is no JSON object"
+            ) as told:
+                await listen(pair.drafts, call(bad))
+            assert told.value.code is ErrorCode.INVALID_ARGUMENT
 
     asyncio.run(scenario())
 

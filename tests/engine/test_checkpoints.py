@@ -13,13 +13,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.engine.checkpoints import (
-    cache_directory,
-    read_config,
-    read_embeddings,
-    read_tensors,
-    resolve,
-)
+from services.engine.checkpoints import read_config, read_embeddings, read_tensors, resolve
+from services.engine.names import cache_directory
 from services.engine.target import Target
 from services.local.decoder import decode
 from services.types.errors import ErrorCode, WealdError

@@ -1,5 +1,6 @@
 """The text is a function of target, prompt, parameters and seed: not of trees, budgets or batches."""
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -234,6 +235,37 @@ def test_steps_tell_which_tree_was_verified_and_which_of_its_nodes_were_accepted
         assert outcome.tokens[:-1] == tuple(tree.tokens[node] for node in outcome.accepted)
         assert step.draft_s >= 0
         assert step.verify_s > 0
+
+
+def test_logprobs_are_those_of_the_raw_logits_token_by_token_and_change_no_text(
+    plain: Make, target: Make, run: Make, oracle: Make, events: Make
+) -> None:
+    sessions = random.Random(6).sample(sessions_of_all_processors(6), 16)
+    tops = dict(zip((s.id for s in sessions), itertools.cycle((None, 0, 3, 20)), strict=False))
+    asking = [replace(s, params=replace(s.params, logprobs=tops[s.id])) for s in sessions]
+    streams = {s.id: plain("llama").stream(s, s.params.max_tokens + 9) for s in sessions}
+    known = {s.id: (*s.prompt, *streams[s.id]) for s in sessions}
+    texts = {s.id: plain("llama").text(s, streams[s.id]) for s in sessions}
+    trees = run(target("llama"), asking, oracle(known), 800)
+    assert events(trees.steps)["end inside a path"] > 0
+    for decoded in (run(target("llama"), asking, num_pages=800), trees):
+        assert decoded == texts
+        for s in sessions:
+            top = tops[s.id]
+            outcomes = [step.outcome for step in decoded.steps if step.session == s.id]
+            if top is None:
+                assert not any(outcome.logprobs for outcome in outcomes)
+                continue
+            assert all(len(outcome.logprobs) == len(outcome.tokens) for outcome in outcomes)
+            told = [one for outcome in outcomes for one in outcome.logprobs]
+            logits = plain("llama").run((*s.prompt, *texts[s.id]))[1][len(s.prompt) - 1 : -1]
+            for row, token, one in zip(logits.log_softmax(-1), texts[s.id], told, strict=True):
+                assert one.logprob == pytest.approx(float(row[token]), abs=1e-5)
+                assert [value for _, value in one.top] == pytest.approx(row.topk(top).values, abs=1e-5)
+                assert [value for _, value in one.top] == pytest.approx(
+                    [float(row[other]) for other, _ in one.top], abs=1e-5
+                )
+                assert list(one.top) == sorted(one.top, key=lambda pair: (-pair[1], pair[0]))
 
 
 def test_another_seed_gives_another_text_and_seeds_count_modulo_two_to_the_64(

@@ -306,7 +306,8 @@ bias = st.dictionaries(
     st.integers(0, 2**32 - 1), st.one_of(st.just(-math.inf), st.floats(-100, 100)), max_size=4
 )
 parameters = st.builds(
-    SamplingParams,
+    lambda end, **values: SamplingParams(**values, **end),
+    st.sampled_from([{}, {"ignore_eos": True}, {"json_schema": '{"const": "é\\n"}'}]),
     max_tokens=st.integers(8, 2**32),
     min_tokens=st.integers(0, 8),
     temperature=st.one_of(st.just(0.0), st.floats(1e-5, 1e300)),
@@ -319,7 +320,7 @@ parameters = st.builds(
     repetition_penalty=st.floats(0.01, 100),
     logit_bias=bias,
     stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
-    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
 )
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from services.speculation.noise import gumbel, signed
-from services.speculation.sampling import Context, draw, process
+from services.speculation.sampling import Context, draw, logprobs, process
 from services.types.sampling import SamplingParams
 
 V = 8
@@ -52,6 +52,7 @@ CONTEXTS = st.builds(
     TEXTS.filter(bool),
     TEXTS,
     st.frozensets(TOKENS, max_size=2),
+    st.none() | st.lists(st.booleans(), min_size=V, max_size=V).filter(any).map(torch.tensor),
 )
 
 
@@ -62,11 +63,18 @@ def softmax(scores: dict[int, float]) -> dict[int, float]:
 
 
 def biased(scores: dict[int, float], context: Context) -> None:
+    given_scores = dict(scores)
     for token, bias in context.params.logit_bias.items():
         scores[token] += bias
     if len(context.output) < context.params.min_tokens:
         for token in context.ends:
             scores[token] = -math.inf
+    if context.allowed is not None:
+        for token, allowed in enumerate(context.allowed.tolist()):
+            if not allowed:
+                scores[token] = given_scores[token] = -math.inf
+        if max(scores.values()) == -math.inf:
+            scores.update(given_scores)
 
 
 def penalised(scores: dict[int, float], context: Context) -> None:
@@ -244,6 +252,34 @@ def test_at_temperature_0_the_seed_and_what_cuts_tokens_do_not_matter(
     biased(scores, one)
     penalised(scores, one)
     assert scores[token] == pytest.approx(max(scores.values()), abs=1e-12)
+
+
+@given(logits=LOGITS, one=CONTEXTS)
+def test_no_draw_leaves_the_grammar_whatever_is_banned(logits: list[float], one: Context) -> None:
+    assume(one.allowed is not None)
+    assert one.allowed is not None
+    banning = dict.fromkeys(range(0, V, 2), -math.inf) | {1: 50.0}
+    for bias in (one.params.logit_bias, banning, dict.fromkeys(range(V), -math.inf)):
+        params = replace(one.params, logit_bias=bias)
+        (token,) = draw(double(logits), [replace(one, params=params)])
+        assert one.allowed[token]
+
+
+@given(rows=st.lists(st.tuples(LOGITS, TOKENS, st.integers(0, V + 2)), min_size=1, max_size=4))
+def test_logprobs_are_those_of_the_raw_logits_and_the_most_likely_come_first(
+    rows: list[tuple[list[float], int, int]],
+) -> None:
+    logits, tokens, tops = zip(*rows, strict=True)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
+        told = logprobs(torch.tensor(logits, dtype=dtype), tokens, tops)
+        for row, token, top, one in zip(logits, tokens, tops, told, strict=True):
+            # The logits are exact in every dtype.
+            chances = softmax(dict(enumerate(row)))
+            assert one.logprob == pytest.approx(math.log(chances[token]), abs=tolerance)
+            best = sorted(range(V), key=lambda other, row=row: (-row[other], other))[:top]
+            assert [other for other, _ in one.top] == best
+            expected = [math.log(chances[other]) for other in best]
+            assert [value for _, value in one.top] == pytest.approx(expected, abs=tolerance)
 
 
 def test_no_rows_draw_nothing() -> None:

@@ -44,6 +44,14 @@ from services.types.sampling import SamplingParams
             "logit_bias of token 3 must be in [-100, 100], or -inf to ban it, got 1e+39",
         ),
         ({"stop_token_ids": (4, -1)}, "stop_token_ids names token -1; token ids start at 0"),
+        ({"logprobs": -1}, "logprobs must be in [0, 20], got -1"),
+        ({"logprobs": 21}, "logprobs must be in [0, 20], got 21"),
+        ({"json_schema": " " * 65537}, "json_schema has 65537 characters; shorten it to 65536"),
+        (
+            {"json_schema": "{}", "ignore_eos": True},
+            "json_schema and ignore_eos exclude each other: a document ends where it is complete; "
+            "leave one of them out",
+        ),
         (
             {"logit_bias": {3: math.nan}},
             "logit_bias of token 3 must be in [-100, 100], or -inf to ban it, got nan",
@@ -68,6 +76,8 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message
         {"frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 0.5},
         {"logit_bias": {0: -math.inf, 1: 100.0}},
         {"seed": -(2**70)},
+        {"logprobs": 0},
+        {"logprobs": 20, "json_schema": " " * 65536},
     ],
 )
 def test_the_bounds_themselves_are_allowed(values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from services.types.messages import Close, Failure, Open, Proposal, Proposals, R
 from services.types.sampling import SamplingParams
 from services.types.session import Session
 from services.types.tree import DraftTree
+from services.verify.grammar import Grammars
 from services.verify.scheduler import MAX_HOLD_S, Step
 from services.verify.service import VerifyService
 from services.verify.verifier import Verifier
@@ -58,9 +60,18 @@ class Far:
 class Bench:
     """A verify service without its thread: it takes what it is given at once, and steps when it is told."""
 
-    def __init__(self, target: Target, num_pages: int, max_model_len: int = 48, **limits: Any) -> None:
+    def __init__(
+        self,
+        target: Target,
+        num_pages: int,
+        max_model_len: int = 48,
+        grammars: Grammars | None = None,
+        **limits: Any,
+    ) -> None:
         """Pages are of 4 slots."""
-        self.verifier = Verifier(target, num_pages=num_pages, page_size=4, max_model_len=max_model_len)
+        self.verifier = Verifier(
+            target, num_pages=num_pages, page_size=4, max_model_len=max_model_len, grammars=grammars
+        )
         self.limits = VerifyLimits(**limits)
         self.service = VerifyService(self.verifier, self.limits, b"")
         self.scheduler = self.service._scheduler
@@ -102,6 +113,10 @@ class Bench:
 
     def pages_taken(self, rows: dict[str, int]) -> int:
         return sum(self.verifier.pages_missing(id, count) for id, count in rows.items())
+
+    def hear(self) -> None:
+        """Take in one grammar, once it is compiled."""
+        self.service._receive(60)
 
     def finish(self) -> dict[str, tuple[int, ...]]:
         """Step until every session is over; the texts."""
@@ -414,3 +429,72 @@ def test_whatever_comes_and_goes_steps_stay_within_their_limits_and_texts_are_ri
         *("preemptions", "prefix_hit_tokens", "chunked_prefills", "left"),
     ):
         assert seen[event] > 0, event
+
+
+def documents(*schemas: str) -> list[Session]:
+    """A session for each JSON schema."""
+    prompts = [tuple(random.Random(schema).randrange(2, 200) for _ in range(9)) for schema in schemas]
+    return [
+        Session(f"document {i}", prompt, SamplingParams(max_tokens=24, json_schema=schema), i)
+        for i, (prompt, schema) in enumerate(zip(prompts, schemas, strict=True))
+    ]
+
+
+def test_who_waits_for_a_grammar_holds_nobody_up_and_may_leave_meanwhile(writer: Any, run: Make) -> None:
+    bench = Bench(writer.target, 80, grammars=writer.grammars, max_num_seqs=1)
+    stays, leaves = documents('{"type": "object"}', '{"type": "integer"}')
+    free = session("free", 9)
+    for s in (stays, leaves, free):
+        bench.open(s)
+    step = bench.step()
+    assert step
+    assert step.chunks.keys() == {"free"}
+    assert bench.waiting == [stays.id, leaves.id]
+    bench.close(leaves.id)
+    bench.hear()
+    while "free" in bench.scheduler.seats:
+        bench.step()
+    expected = run(writer.target, [stays, free], grammars=writer.grammars)
+    assert bench.finish() == expected
+    assert bench.far.failures == []
+
+
+def test_a_schema_that_does_not_compile_is_refused_before_it_reaches_a_step(writer: Any, run: Make) -> None:
+    bench = Bench(writer.target, 80, grammars=writer.grammars, max_num_seqs=4)
+    bad, good = documents('{"type": "objekt"}', '{"type": "integer"}')
+    bench.open(good)
+    bench.hear()
+    bench.step()
+    bench.open(bad)
+    bench.hear()
+    (refused,) = bench.far.failures
+    assert (refused.session, refused.error.code) == (bad.id, ErrorCode.INVALID_ARGUMENT)
+    assert refused.error.message == "json_schema does not compile: Invalid type: objekt"
+    assert bench.finish() == run(writer.target, [good], grammars=writer.grammars)
+
+
+def test_preempted_documents_go_on_as_if_nothing_had_been(writer: Any, run: Make) -> None:
+    bench = Bench(writer.target, 14, grammars=writer.grammars, max_num_seqs=4)
+    sessions = documents(
+        '{"type": "object"}', '{"type": "array"}', '{"type": "string"}', '{"type": "integer"}'
+    )
+    for s in sessions:
+        bench.open(s)
+        bench.hear()
+    assert bench.finish() == run(writer.target, sessions, grammars=writer.grammars)
+    assert bench.counters["preemptions"] > 0
+
+
+def test_a_document_that_cannot_go_on_ends_alone_and_its_drafter_is_told(writer: Any, run: Make) -> None:
+    bench = Bench(writer.target, 80, grammars=writer.grammars, max_num_seqs=4)
+    closing = tuple(i for word, i in writer.ids.items() if "}" in word)
+    good, bad = documents('{"type": "object"}', '{"const": "12}"}')
+    bad = replace(bad, params=replace(bad.params, stop_token_ids=closing))
+    for s in (good, bad):
+        bench.open(s, speculative=True)
+        bench.hear()
+    bench.finish()
+    (failed,) = bench.far.failures
+    assert (failed.session, failed.error.code) == (bad.id, ErrorCode.INVALID_ARGUMENT)
+    assert "cannot go on by its json_schema" in failed.error.message
+    assert bench.far.texts[good.id] == run(writer.target, [good], grammars=writer.grammars)[good.id]

@@ -34,7 +34,7 @@ from services.types.messages import (
     StepTimings,
     VerifyStatus,
 )
-from services.types.outcome import Outcome
+from services.types.outcome import Outcome, TokenLogprobs
 from services.types.replica import ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
@@ -84,8 +84,16 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=draw(st.floats(0.01, 100)),
         logit_bias=draw(st.dictionaries(u32, st.just(-math.inf) | st.floats(-100, 100), max_size=3)),
         stop_token_ids=draw(tokens),
-        ignore_eos=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"ignore_eos": True}, {"json_schema": "{}"}])),
+        logprobs=draw(st.none() | st.integers(0, 20)),
     )
+
+
+def told(count: int) -> st.SearchStrategy[tuple[TokenLogprobs, ...]]:
+    """Logprobs of so many tokens."""
+    numbers = st.floats(max_value=0)
+    tops = st.lists(st.tuples(u32, numbers), max_size=3).map(tuple)
+    return st.lists(st.builds(TokenLogprobs, numbers, tops), min_size=count, max_size=count).map(tuple)
 
 
 @st.composite
@@ -105,11 +113,22 @@ def reply_lists(draw: st.DrawFn) -> tuple[Reply, ...]:
     for _ in range(draw(st.integers(0, 4))):
         nodes = draw(u64)
         finish = draw(st.sampled_from([None, *FinishReason]))
-        outcome = Outcome(draw(tokens), draw(tokens), nodes.bit_count(), finish)
+        committed = draw(tokens)
+        logprobs = draw(st.just(()) | told(len(committed)))
+        outcome = Outcome(committed, draw(tokens), nodes.bit_count(), finish, logprobs)
         block = draw(st.none() | feature_blocks(width, dtype))
         key = draw(names), draw(u64), draw(u32), draw(u32)
         replies.append(Reply(*key, outcome, nodes, draw(st.booleans()), block, draw(u64)))
     return tuple(replies)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> Round:
+    committed = draw(tokens)
+    sizes = draw(st.tuples(u32, u32, u64, u64))
+    finish = draw(st.sampled_from([None, *FinishReason]))
+    logprobs = draw(st.just(()) | told(len(committed)))
+    return Round(draw(u32), committed, *sizes, draw(st.none() | trees()), draw(tokens), finish, logprobs)
 
 
 sessions = st.builds(Session, names, prompts, sampling_params(), u64, tokens)
@@ -159,7 +178,7 @@ calls = st.builds(
 )
 events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Started, names, u64, u32, names),
-    st.builds(Round, u32, tokens, u32, u32, u64, u64, st.none() | trees(), tokens),
+    rounds(),
     st.builds(Moved, st.sampled_from(ReplicaKind), names, st.booleans()),
     st.just(Draining()),
     st.builds(Finished, st.sampled_from(FinishReason), u32, u32, u32),
@@ -315,8 +334,9 @@ def three_proposals() -> verify_pb2.Proposals:
 def two_replies() -> verify_pb2.Replies:
     """One with features, one without."""
     block = FeatureBlock(3, 2, 4, "bfloat16", bytes(range(16)))
+    told = tuple(TokenLogprobs(-1.5, ((token, -1.5), (9, -2.0))) for token in (5, 6))
     found = (
-        Reply("a", 1, 1, 4, Outcome((5, 6), (2,), 3, None), 0b111, True, block, 9),
+        Reply("a", 1, 1, 4, Outcome((5, 6), (2,), 3, None, told), 0b111, True, block, 9),
         Reply("b", 1, 1, 4, Outcome((5,), (), 1, FinishReason.STOP), 1, False, None, 0),
     )
     return convert.response_to_proto(Replies(found, StepTimings(), Load())).replies
@@ -407,12 +427,30 @@ def test_columns_of_replies_that_do_not_fit_together_are_refused(column: str, ch
     assert refusal(convert.response_from_proto, response).startswith(f"column {named} has")
 
 
+@pytest.mark.parametrize("column", columns_of(session_pb2.Logprobs()))
+@pytest.mark.parametrize("change", ["one more", "one less"])
+def test_columns_of_logprobs_that_do_not_fit_together_are_refused(column: str, change: str) -> None:
+    message = two_replies()
+    entries = getattr(message.logprobs, column)
+    if change == "one more":
+        entries.append(entries[-1])
+    else:
+        entries.pop()
+    refused = f"column {column} has"
+    response = verify_pb2.VerifyResponse(replies=message)
+    assert refusal(convert.response_from_proto, response).startswith(refused)
+    event = draft_pb2.GenerateResponse(round=draft_pb2.Round(tokens=[5, 6], logprobs=message.logprobs))
+    assert refusal(convert.event_from_proto, event).startswith(refused)
+
+
 def replies_with(**changes: Any) -> verify_pb2.VerifyResponse:
     message = two_replies()
     for name, value in changes.items():
         if isinstance(value, list):
             message.ClearField(name)
             getattr(message, name).extend(value)
+        elif isinstance(value, Message):
+            getattr(message, name).CopyFrom(value)
         else:
             setattr(message, name, value)
     return verify_pb2.VerifyResponse(replies=message)
@@ -440,6 +478,10 @@ def features_with(**changes: Any) -> verify_pb2.VerifyResponse:
         (replies_with(feature_width=3), "2 rows of 3 bfloat16 values take 12 bytes, got 16"),
         (replies_with(feature_data=b""), "2 rows of 4 bfloat16 values take 16 bytes, got 0"),
         (replies_with(feature_rows=[0, 0]), "16 bytes of features belong to no reply"),
+        (replies_with(logprob_counts=[1, 0]), "logprobs are told of 1 tokens where 2 were committed"),
+        (replies_with(logprob_counts=[]), "column logprobs has 2 entries where 0 belong"),
+        (replies_with(logprob_counts=[2, 1]), "column logprobs has 2 entries where 3 belong"),
+        (replies_with(logprobs=session_pb2.Logprobs()), "column logprobs has 0 entries where 2 belong"),
     ],
 )
 def test_a_malformed_response_is_refused_with_the_reason(
@@ -480,6 +522,11 @@ Params = session_pb2.SamplingParams
         ({"prompt_length": 4}, "prompt_length must be in [1, 3], the number of tokens, got 4"),
         ({"params": Params(top_p=0)}, "top_p must be in (0, 1], got 0.0"),
         ({"params": Params(temperature=math.nan)}, "temperature must be 0 (greedy) or"),
+        ({"params": Params(logprobs=21)}, "logprobs must be in [0, 20], got 21"),
+        (
+            {"params": Params(json_schema="{}", ignore_eos=True)},
+            "json_schema and ignore_eos exclude each other",
+        ),
         ({"params": Params(logit_bias_tokens=[1])}, "column logit_biases has 0 entries where 1 belong"),
         (
             {"params": Params(logit_bias_tokens=[1, 1], logit_biases=[0, 0])},

@@ -101,7 +101,7 @@ class DraftServiceDraining(_message.Message):
     def __init__(self) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("position", "tokens", "drafted", "verified", "draft_ns", "verify_ns", "tree", "accepted", "finish")
+    __slots__ = ("position", "tokens", "drafted", "verified", "draft_ns", "verify_ns", "tree", "accepted", "finish", "logprobs")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class Round(_message.Message):
     TREE_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     drafted: int
@@ -120,7 +121,8 @@ class Round(_message.Message):
     tree: _session_pb2.DraftTree
     accepted: _containers.RepeatedScalarFieldContainer[int]
     finish: _session_pb2.FinishReason
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., verified: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., tree: _Optional[_Union[_session_pb2.DraftTree, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_session_pb2.FinishReason, str]] = ...) -> None: ...
+    logprobs: _session_pb2.Logprobs
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., verified: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., tree: _Optional[_Union[_session_pb2.DraftTree, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_session_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "prompt_tokens", "output_tokens", "cached_tokens")

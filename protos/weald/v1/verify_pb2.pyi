@@ -102,7 +102,7 @@ class Features(_message.Message):
     def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Replies(_message.Message):
-    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "traceparent")
+    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "traceparent", "logprob_counts", "logprobs")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,8 @@ class Replies(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedScalarFieldContainer[str]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     rounds: _containers.RepeatedScalarFieldContainer[int]
@@ -143,7 +145,9 @@ class Replies(_message.Message):
     timings: StepTimings
     load: _session_pb2.Load
     traceparent: str
-    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    logprob_counts: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _session_pb2.Logprobs
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., traceparent: _Optional[str] = ..., logprob_counts: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "accept_ns", "commit_ns")
