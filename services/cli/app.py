@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from services.cli.bench import bench
 from services.cli.demo import demo
 from services.cli.draft import draft
+from services.cli.gateway import gateway
 from services.cli.generate import generate
 from services.cli.status import status
 from services.cli.store import store
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(verify)
 app.command()(draft)
+app.command()(gateway)
 app.command()(store)
 app.command()(status)
 app.command()(demo)

@@ -1,79 +1,135 @@
-"""`weald demo`: one question answered with draft trees and without, and what the trees made of it."""
+"""`weald demo`: one question answered over HTTP with draft trees and without, and what the trees gave."""
 
-from typing import TYPE_CHECKING
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.generate import figure
-from services.types.configuration import DraftConfig
-from services.types.sampling import SamplingParams
-from services.types.session import Session
+from services.types.errors import invalid
 
 if TYPE_CHECKING:
-    # The command loads torch only when it runs.
-    from services.local.generation import Result
-    from services.local.models import Models
+    # The command loads its client only when it runs.
+    from openai import OpenAI
 
 MODEL = "smollm2-135m"
 QUESTION = "Why is the sky blue? Explain it in a few sentences."
 MAX_TOKENS = 96
 WARM_UP_TOKENS = 8
 SEED = 7
+KEY = "demo"
+"""Given to the gateway, so that a key in its environment does not shut the demo out."""
 
 
 def demo() -> None:
-    """Answer a chat prompt with draft trees and without, and compare."""
-    from services.local.models import load
-
-    show(load(MODEL, None, speculative=True, device="auto", dtype="auto"), Console(highlight=False))
+    """Answer a chat prompt over HTTP, with draft trees and without, and compare."""
+    compare(MODEL, None, "auto", Console(highlight=False))
 
 
-def show(models: "Models", console: Console) -> None:
+def compare(model: str, head: str | None, dtype: str, console: Console) -> None:
+    """Start a verify replica, a draft replica and a gateway, ask the gateway, and stop them again.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` without the Python package openai; `UNAVAILABLE` when a process ends.
+    """
+    try:
+        from openai import DefaultHttpxClient, OpenAI
+    except ImportError as error:
+        raise invalid(
+            "the demo asks the gateway through the Python package openai; run: pip install openai"
+        ) from error
+    from services.bench.replicas import both_services, replica
+
+    with ExitStack() as stack:
+        with console.status(f"Starting verify, draft and gateway with {model}"):
+            _, drafter = stack.enter_context(both_services(model, head, dtype))
+            options = ("--model", model, "--port", 0, "--api-key", KEY, "--endpoint", drafter.address)
+            gateway = stack.enter_context(replica("gateway", *options))
+        # A proxy of the environment is for what lies outside.
+        http = DefaultHttpxClient(trust_env=False)
+        client = OpenAI(base_url=f"http://{gateway.address}/v1", api_key=KEY, http_client=http)
+        show(stack.enter_context(client), model, console)
+
+
+def show(client: "OpenAI", model: str, console: Console) -> None:
     """Answer the question greedily and sampled, each with trees and without; end with a table."""
+    ask = partial(_answer, client, model)
     with console.status("Warming up"):
         for trees in (True, False):
-            _answer(models, 0, trees, WARM_UP_TOKENS)
+            ask(0, trees, WARM_UP_TOKENS)
     console.print(QUESTION, style="bold")
-    table = Table(title=f"{MODEL} on {models.target.device.type}")
+    table = Table(title=f"{model} over HTTP")
     table.add_column("mode", no_wrap=True)
     for name in ("tokens", "rounds", "τ", "tokens/s", "speedup", "identical"):
         table.add_column(name, justify="right")
     for temperature in (0, 1):
         console.print(f"\ntemperature {temperature}, with draft trees", style="dim")
-        drafted = _answer(models, temperature, True, MAX_TOKENS, console)
+        drafted = ask(temperature, True, MAX_TOKENS, console)
         with console.status("The same without trees"):
-            plain = _answer(models, temperature, False, MAX_TOKENS)
-        speedup = _speed(drafted) / _speed(plain)
-        identical = "yes" if drafted.token_ids == plain.token_ids else "no"
-        table.add_row(f"temperature {temperature}, plain", *_figures(plain), "1.00", "")
-        table.add_row(f"temperature {temperature}, trees", *_figures(drafted), f"{speedup:.2f}", identical)
+            plain = ask(temperature, False, MAX_TOKENS)
+        speedup = drafted.speed / plain.speed
+        identical = "yes" if drafted.text == plain.text else "no"
+        table.add_row(f"temperature {temperature}, plain", *plain.figures, "1.00", "")
+        table.add_row(f"temperature {temperature}, trees", *drafted.figures, f"{speedup:.2f}", identical)
     console.print()
     console.print(table)
 
 
-def _answer(
-    models: "Models", temperature: float, trees: bool, max_tokens: int, console: Console | None = None
-) -> "Result":
-    """One generation; its text goes to the console as it becomes final."""
-    from services.local.generation import Generation
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: str
+    tokens: int
+    rounds: int
+    tau: float | None
+    seconds: float
+    """From the request to the end of the stream."""
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    session = Session("0", tuple(models.chat(QUESTION)), params, SEED)
-    generation = Generation(models.tokenizer, SEED)
-    for step in models.decode(session, DraftConfig() if trees else None):
-        fresh = generation.add(step)
-        if console:
-            console.out(fresh, end="", highlight=False)
+    @property
+    def speed(self) -> float:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Cells of the table."""
+        return str(self.tokens), str(self.rounds), figure(self.tau), f"{self.speed:.1f}"
+
+
+def _answer(
+    client: "OpenAI",
+    model: str,
+    temperature: float,
+    trees: bool,
+    max_tokens: int,
+    console: Console | None = None,
+) -> _Answer:
+    """One answer; its text goes to the console as it comes."""
+    began = time.perf_counter()
+    text, tokens = "", 0
+    weald: dict[str, Any] = {}
+    with client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=SEED,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"speculative": trees, "weald": True},
+    ) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                fresh = choice.delta.content or ""
+                text += fresh
+                if console:
+                    console.out(fresh, end="", highlight=False)
+                weald = (choice.model_extra or {}).get("weald", weald)
+            if chunk.usage:
+                tokens = chunk.usage.completion_tokens
     if console:
         console.print()
-    return generation.result()
-
-
-def _speed(result: "Result") -> float:
-    """Tokens per second, prefill included."""
-    return len(result.token_ids) / result.timings.total_s
-
-
-def _figures(result: "Result") -> tuple[str, ...]:
-    return str(len(result.token_ids)), str(result.rounds), figure(result.tau), f"{_speed(result):.1f}"
+    return _Answer(text, tokens, weald["rounds"], weald["tau"], time.perf_counter() - began)

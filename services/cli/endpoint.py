@@ -1,8 +1,8 @@
 """A generation at draft replicas, as the steps that a generation in this process has."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing
 
 from services.engine.checkpoints import resolve
 from services.gateway.calls import generate
@@ -10,36 +10,16 @@ from services.gateway.drafters import Drafters
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step
 from services.local.models import quiet
-from services.sessions.opening import opened
-from services.sessions.registry import Directory
 from services.types.messages import Call, Moved, Round, Started
 from services.types.outcome import Outcome
-from services.types.replica import ReplicaKind
 from services.types.session import Cursor
 from services.types.tree import DraftTree
-from services.wire.transport import Tls
 
 
 def tokenizer_of(model: str) -> Tokenizer:
     """The tokenizer of a model, without its weights."""
     with quiet():
         return Tokenizer.load(resolve(model))
-
-
-@asynccontextmanager
-async def found(
-    endpoints: Sequence[str], store: str | None, model: str, tls: Tls | None
-) -> AsyncIterator[Drafters]:
-    """The draft replicas at these addresses, and those of this target that the store lists.
-
-    Raises:
-        WealdError: `INVALID_ARGUMENT` when `store` is no URL of a store.
-    """
-    async with AsyncExitStack() as stack:
-        directory = None
-        if store:
-            directory = Directory(await stack.enter_async_context(opened(store)), ReplicaKind.DRAFT)
-        yield await stack.enter_async_context(Drafters(endpoints, directory, model, tls))
 
 
 def generated(

@@ -136,7 +136,8 @@ def generate(
 
     speculating, session = speculative == "on", None
     if endpoint or store:
-        from services.cli.endpoint import found, generated, tokenizer_of
+        from services.cli.endpoint import generated, tokenizer_of
+        from services.gateway.drafters import found
 
         tokenizer = tokenizer_of(model)
         prompt_ids = () if cursor else _prompt(tokenizer, prompt, chat)

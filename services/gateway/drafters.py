@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
+from services.sessions.opening import opened
 from services.sessions.registry import Directory
 from services.sessions.routing import route
 from services.types.errors import ErrorCode, WealdError
@@ -133,3 +134,19 @@ class Drafters:
             if not connection.calls and address not in known:
                 del self._connections[address]
                 await connection.close()
+
+
+@asynccontextmanager
+async def found(
+    endpoints: Sequence[str], store: str | None, model: str, tls: Tls | None
+) -> AsyncIterator[Drafters]:
+    """The draft replicas at these addresses, and those of this target that the store lists.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when `store` is no URL of a store.
+    """
+    async with AsyncExitStack() as stack:
+        directory = None
+        if store:
+            directory = Directory(await stack.enter_async_context(opened(store)), ReplicaKind.DRAFT)
+        yield await stack.enter_async_context(Drafters(endpoints, directory, model, tls))

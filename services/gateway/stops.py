@@ -6,40 +6,47 @@ from services.types.errors import invalid
 
 
 class StopMatcher:
-    """Cuts a stream of text before the first of several stop strings, however the stream is chunked.
+    """Cuts a stream of text at the first of several stop strings, however the stream is chunked.
 
     The stop string that is complete first wins; of several complete at the same character, the longest.
-    Raises `WealdError(INVALID_ARGUMENT)` on construction when a stop string is empty.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """Cut before the stop string, or with `include` behind it.
+
+        Raises:
+            WealdError: `INVALID_ARGUMENT` when a stop string is empty.
+        """
         if "" in stops:
             raise invalid("a stop string must not be empty; leave it out instead")
         self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._include = include
         self._matched = [0] * len(stops)
         """Characters of each stop that the text so far ends with."""
         self._held = ""
         self._found = False
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, armed: bool = True) -> tuple[str, bool]:
         """Take the next text; return what can go out now, and whether a stop was found.
 
-        The text from the stop on is dropped, in this push and all that follow.
+        The text behind the cut is dropped, in this push and all that follow. While not `armed`, a stop that
+        is complete is text like any other; one that begins here can be found later.
         """
         if self._found:
             return "", True
         pending = self._held + text
-        for end, character in enumerate(text, start=len(self._held) + 1):
+        for end, character in enumerate(text, start=len(self._held) + 1) if self._stops else ():
             complete = 0
             for index, (stop, borders) in enumerate(self._stops):
                 matched = _advance(stop, borders, self._matched[index], character)
-                self._matched[index] = matched
                 if matched == len(stop):
                     complete = max(complete, matched)
-            if complete:
+                    matched = borders[-1]
+                self._matched[index] = matched
+            if complete and armed:
                 self._held, self._found = "", True
-                return pending[: end - complete], True
-        cut = len(pending) - max(self._matched, default=0)
+                return pending[: end if self._include else end - complete], True
+        cut = len(pending) - (0 if self._include else max(self._matched, default=0))
         self._held = pending[cut:]
         return pending[:cut], False
 

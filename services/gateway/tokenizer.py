@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -16,6 +17,18 @@ from services.types.errors import incompatible, invalid
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that chat templates know by name."""
+LONG = 10_000
+"""Characters from which on a text is worth giving other threads the processor while it is encoded."""
+
+
+def _printable_bytes() -> dict[str, int]:
+    """The bytes that the characters of a byte-level vocabulary stand for (GPT-2's `bytes_to_unicode`)."""
+    themselves = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in themselves]
+    return {chr(byte): byte for byte in themselves} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = _printable_bytes()
 
 
 class Tokenizer:
@@ -33,6 +46,7 @@ class Tokenizer:
         self._core = core
         self._named_tokens = named_tokens
         self._template = template
+        self._bytes: dict[int, bytes | None] = {}
         added = core.get_added_tokens_decoder()
         fallback = (core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.eos_token_ids = eos_token_ids
@@ -43,6 +57,8 @@ class Tokenizer:
         """Tokens of byte fallback; they become characters only as a whole run."""
         self.vocab_size = core.get_vocab_size()
         """Number of tokens, added ones included; a model's logits may be padded to more."""
+        self.longest = max(map(len, core.get_vocab()))
+        """Characters that a token stands for at most."""
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -72,7 +88,10 @@ class Tokenizer:
         Raises `WealdError(INVALID_ARGUMENT)` when `text` has no UTF-8 form.
         """
         try:
-            return self._core.encode(text, add_special_tokens=special).ids
+            if len(text) < LONG:
+                return self._core.encode(text, add_special_tokens=special).ids
+            # Of the two, only this one lets go of Python's lock meanwhile.
+            return self._core.encode_batch([text], add_special_tokens=special)[0].ids
         except TypeError as error:
             raise invalid("the text contains half a surrogate pair; send valid Unicode") from error
 
@@ -88,6 +107,12 @@ class Tokenizer:
         """Whether `decode` makes anything of the token."""
         return token_id not in self.special_ids and bool(self._core.id_to_token(token_id))
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to a text, maybe half a character; None where `decode` skips it."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_behind_others(token_id) if self.has_text(token_id) else None
+        return self._bytes[token_id]
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of the conversation, up to where the assistant's next message begins.
 
@@ -102,7 +127,10 @@ class Tokenizer:
         the messages.
         """
         if self._template is None:
-            raise invalid("this model has no chat template; give it plain text with --prompt instead")
+            raise invalid(
+                "this model has no chat template; give it plain text instead: /v1/completions, or "
+                "`weald generate --prompt` without --chat"
+            )
         if not messages:
             raise invalid("the conversation is empty; send at least one message")
         plain = [dict(message) for message in messages]
@@ -110,8 +138,34 @@ class Tokenizer:
             return self._template.render(
                 messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._named_tokens
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise invalid(f"the model's chat template refuses these messages: {error}") from error
+
+    def _bytes_behind_others(self, token_id: int) -> bytes:
+        token = self._core.id_to_token(token_id) or ""
+        if token_id in self.byte_ids:
+            return bytes.fromhex(token[3:5])
+        if self._byte_level:
+            # The decoder takes a token with any other character for plain text.
+            mapped = set(token) <= BYTES.keys()
+            return bytes(BYTES[character] for character in token) if mapped else token.encode()
+        anchor, before = self._anchor
+        return self.decode([*anchor, token_id])[len(before) :].encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether a token's characters stand for bytes."""
+        return b'"ByteLevel"' in self._core.decoder.__getstate__() if self._core.decoder else False
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A token with plain text, and that: many decoders drop the space that a text begins with."""
+        for token_id in range(self.vocab_size):
+            if token_id not in self.byte_ids and self.has_text(token_id):
+                text = self.decode([token_id])
+                if text.strip() == text != "":
+                    return [token_id], text
+        return [], ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

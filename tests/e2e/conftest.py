@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.bench.replicas import Replica, replica
 from services.draft.serving import load as load_drafter
 from services.draft.serving import run as run_drafter
 from services.local.models import Models
@@ -90,6 +91,11 @@ class Tiny:
         """Arguments of a draft replica at a free port."""
         named = ("--model", self.target, "--speculative-model", self.head, "--dtype", "float64", "--port", 0)
         return "draft", *named, *(word for address in verifiers for word in ("--verify", address))
+
+    def gateway(self, *drafters: str) -> tuple[object, ...]:
+        """Arguments of a gateway at a free port."""
+        named = ("--model", self.target, "--served-model-name", "tiny", "--port", 0)
+        return "gateway", *named, *(word for address in drafters for word in ("--endpoint", address))
 
 
 @pytest.fixture(scope="session")
@@ -384,3 +390,28 @@ def drafting(tiny: Tiny) -> Callable[..., AbstractAsyncContextManager[str]]:
             await running
 
     return drafting
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gateway, a draft and a verify replica behind it, as processes."""
+
+    gateway: Replica
+    drafter: Replica
+    verifier: Replica
+
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return f"http://{self.gateway.address}"
+
+
+@pytest.fixture(scope="session")
+def served(tiny: Tiny) -> Iterator[Served]:
+    """The tiny model over HTTP, as `tiny`."""
+    with (
+        replica(*tiny.verify, "--kv-cache-memory", "16MiB", threads=1) as verifier,
+        replica(*tiny.draft(verifier.address), "--kv-cache-memory", "8MiB", threads=1) as drafter,
+        replica(*tiny.gateway(drafter.address)) as gateway,
+    ):
+        yield Served(gateway, drafter, verifier)

@@ -3,7 +3,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.detokenizer import Detokenizer
@@ -12,7 +12,8 @@ from services.gateway.tokenizer import Tokenizer
 byte_level = pytest.mark.parametrize("checkpoint", ["byte_level"], indirect=True)
 byte_fallback = pytest.mark.parametrize("checkpoint", ["byte_fallback"], indirect=True)
 
-TEXTS = st.text("the of.日本語木🌲𐍈👩‍🌾é\ufffd\n", max_size=30)
+TEXTS = st.text("the of.日本語木🌲𐍈👩‍🌾ée\u0301\u0300🇯🇵한\ufffd\n", max_size=30)
+"""Characters of one to four bytes; combining ones, joiners and flags among them."""
 
 
 def pushed(tokenizer: Tokenizer, chunks: Sequence[Sequence[int]]) -> list[str]:
@@ -109,6 +110,97 @@ def test_one_bad_byte_spoils_its_whole_run(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("checkpoint", ["byte_fallback", "metaspace"], indirect=True)
 def test_only_the_first_space_is_dropped(tokenizer: Tokenizer) -> None:
     assert "".join(one_by_one(tokenizer, "the of the")) == "the of the"
+
+
+@given(data=st.data())
+def test_no_replacement_character_comes_that_the_whole_text_has_not(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    tokens = data.draw(streams(tokenizer))
+    pieces = pushed(tokenizer, [[token] for token in tokens])
+    assert sum(piece.count("\ufffd") for piece in pieces) == tokenizer.decode(tokens).count("\ufffd")
+
+
+@given(data=st.data())
+def test_what_a_token_reveals_of_those_before_it_is_told_apart_from_its_own_text(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    tokens = data.draw(streams(tokenizer))
+    detokenizer = Detokenizer(tokenizer)
+    out = ""
+    for count, token in enumerate(tokens):
+        earlier, rest = detokenizer.read(token)
+        if earlier:
+            assert tokenizer.decode(tokens[:count]) == out + earlier
+        out += earlier + rest
+    assert out + detokenizer.flush() == tokenizer.decode(tokens)
+
+
+@byte_fallback
+def test_a_letter_behind_a_run_of_bytes_is_its_own_text(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    *run, letter = tokenizer.encode("木a")
+    assert [detokenizer.read(token) for token in run] == [("", "")] * len(run)
+    assert detokenizer.read(letter) == ("木", "a")
+
+
+@byte_level
+def test_bytes_that_are_no_character_are_told_apart_from_the_letter_that_shows_it(
+    tokenizer: Tokenizer,
+) -> None:
+    first, *_ = tokenizer.encode("🐟", special=False)
+    letter = tokenizer.encode("a", special=False)[0]
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.read(first), detokenizer.read(letter)] == [("", ""), ("\ufffd", "a")]
+
+
+def behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return detokenizer.push(tokens) + detokenizer.flush()
+
+
+@given(data=st.data())
+def test_behind_a_prompt_comes_what_the_whole_text_adds_to_it(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    prompt, tokens = tokenizer.encode(data.draw(TEXTS)), data.draw(streams(tokenizer))
+    seen = [token for token in (*prompt, None, *tokens) if token is None or tokenizer.has_text(token)]
+    place = seen.index(None)
+    assume(not {*seen[place - 1 : place], *seen[place + 1 : place + 2]} <= tokenizer.byte_ids)
+    assert tokenizer.decode(prompt) + behind(tokenizer, prompt, tokens) == tokenizer.decode(
+        [*prompt, *tokens]
+    )
+
+
+@pytest.mark.parametrize("checkpoint", ["byte_fallback", "metaspace"], indirect=True)
+def test_a_text_that_goes_on_behind_a_prompt_keeps_its_first_space(tokenizer: Tokenizer) -> None:
+    prompt, tokens = tokenizer.encode("the"), tokenizer.encode("of the")
+    assert behind(tokenizer, prompt, tokens) == " of the"
+    assert behind(tokenizer, (), tokens) == "of the", "a text of its own has none"
+    assert behind(tokenizer, prompt * 100, tokens) == " of the"
+
+
+@byte_fallback
+def test_bytes_of_the_output_cannot_spoil_those_of_the_prompt(tokenizer: Tokenizer) -> None:
+    tree, bad = tokenizer.encode("a木"), [min(tokenizer.byte_ids) + 255]
+    assert tokenizer.decode([*tree, *bad]) == "a" + "\ufffd" * 4
+    assert behind(tokenizer, tree, bad) == "\ufffd"
+    assert behind(tokenizer, tree, tokenizer.encode("本")[1:]) == "本"
+    assert behind(tokenizer, tree, tokenizer.encode("the")) == " the"
+
+
+@byte_level
+def test_a_character_that_the_prompt_leaves_unfinished_comes_whole(tokenizer: Tokenizer) -> None:
+    first, *rest = tokenizer.encode("🐟", special=False)
+    assert behind(tokenizer, [first], rest) == "🐟"
+    assert behind(tokenizer, [first], tokenizer.encode("a", special=False)) == "a"
+    assert behind(tokenizer, [first, rest[0]], rest[1:]) == "🐟"
+    assert behind(tokenizer, [first], rest[:1]) == ""
+
+
+@pytest.mark.parametrize("checkpoint", ["byte_level", "byte_fallback"], indirect=True)
+def test_a_prompt_that_ends_with_a_replacement_character_keeps_it(tokenizer: Tokenizer) -> None:
+    assert behind(tokenizer, tokenizer.encode("a\ufffd"), tokenizer.encode("a", special=False)[-1:]) == "a"
 
 
 class CountingTokenizer(Tokenizer):

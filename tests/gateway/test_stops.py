@@ -11,15 +11,18 @@ from services.gateway.tokenizer import Tokenizer
 from services.types.errors import ErrorCode, WealdError
 
 TEXTS = st.text("ab🌲", max_size=40)
-STOPS = st.lists(st.text("ab🌲", min_size=1, max_size=6), max_size=4)
+STOPS = st.lists(st.text("ab🌲", min_size=1, max_size=6), max_size=16)
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The definition: the text before the stop that is complete first, the longest if several are."""
-    for end in range(len(text) + 1):
+def cut(text: str, stops: Sequence[str], include: bool = False, blind: int = 0) -> tuple[str, bool]:
+    """The definition: the text before the stop that is complete first, the longest if several are.
+
+    No stop counts that ends within the first `blind` characters.
+    """
+    for end in range(blind + 1, len(text) + 1):
         complete = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if complete:
-            return text[: end - max(complete)], True
+            return text[: end if include else end - max(complete)], True
     return text, False
 
 
@@ -35,6 +38,39 @@ def test_however_a_text_is_chunked_it_is_cut_at_the_first_stop(
 ) -> None:
     chunks = [text[start:end] for start, end in pairwise([0, *sorted(cuts), 40])]
     assert streamed(StopMatcher(stops), chunks) == cut(text, stops)
+
+
+@given(
+    text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 40)), blind=st.integers(0, 9), include=st.booleans()
+)
+def test_a_stop_is_found_where_it_ends_behind_the_part_where_none_counts(
+    text: str, stops: list[str], cuts: list[int], blind: int, include: bool
+) -> None:
+    matcher = StopMatcher(stops, include)
+    out, found = matcher.push(text[:blind], armed=False)
+    assert not found
+    rest, found = streamed(
+        matcher, [text[a:b] for a, b in pairwise([blind, *(blind + c for c in sorted(cuts)), 90])]
+    )
+    assert (out + rest, found) == cut(text, stops, include, blind)
+
+
+def test_a_stop_that_does_not_count_yet_can_begin_one_that_does() -> None:
+    matcher = StopMatcher(["aa"])
+    assert matcher.push("aa", armed=False) == ("a", False)
+    assert matcher.push("ab") == ("", True)
+
+
+@given(text=TEXTS, stops=STOPS)
+def test_nothing_is_held_back_when_the_stop_belongs_to_the_text(text: str, stops: list[str]) -> None:
+    matcher, out = StopMatcher(stops, include=True), ""
+    for character in text:
+        safe, found = matcher.push(character)
+        assert safe == character
+        out += safe
+        if found:
+            break
+    assert out == cut(text, stops, include=True)[0]
 
 
 @given(text=TEXTS, stops=STOPS)

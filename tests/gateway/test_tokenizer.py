@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway.tokenizer import Tokenizer
 from services.types.errors import ErrorCode, WealdError
@@ -49,6 +51,36 @@ def test_special_tokens_are_added_on_request_and_skipped_in_text(write: Write) -
     assert not tokenizer.has_text(bos)
     assert not tokenizer.has_text(tokenizer.vocab_size)
     assert all(map(tokenizer.has_text, rest))
+
+
+@given(data=st.data())
+def test_the_bytes_of_tokens_make_up_their_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2)))
+    known = [token for token in tokens if tokenizer.has_text(token)]
+    assert all(tokenizer.bytes_of(token) is None for token in tokens if token not in known)
+    word = next(token for token in range(300) if tokenizer.decode([token]).isalpha())
+    made = b"".join(tokenizer.bytes_of(token) or b"" for token in [word, *known]).decode(errors="replace")
+    text = tokenizer.decode([word, *tokens])
+    if tokenizer.byte_ids and "\ufffd" in text:
+        # One bad byte spoils its whole run.
+        assert "\ufffd" in made
+    elif "'" in text:
+        # WordPiece takes the space away where some two tokens meet.
+        assert made.replace(" ", "") == text.replace(" ", "")
+    else:
+        assert made.removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("checkpoint", ["byte_level", "byte_fallback"], indirect=True)
+def test_a_character_of_several_tokens_is_made_of_their_bytes(tokenizer: Tokenizer) -> None:
+    tokens = [token for token in tokenizer.encode("🐟") if tokenizer.bytes_of(token) not in (None, b" ")]
+    assert len(tokens) > 1
+    assert b"".join(tokenizer.bytes_of(token) or b"" for token in tokens) == "🐟".encode()
+
+
+@pytest.mark.parametrize("checkpoint", ["metaspace"], indirect=True)
+def test_a_token_that_begins_a_word_has_its_space(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bytes_of(tokenizer.encode("of the")[-1]) == b" the"
 
 
 def test_truncation_and_padding_in_the_file_are_ignored(write: Write) -> None:
@@ -127,6 +159,7 @@ def test_of_several_templates_the_default_one_is_used(write: Write) -> None:
         "{{ 1 + messages }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
+        "{{ 1 // (messages | length - 1) }}",
     ],
 )
 def test_what_a_template_refuses_is_the_callers_error(write: Write, template: str) -> None:
@@ -142,6 +175,7 @@ def test_an_empty_conversation_is_refused(write: Write) -> None:
 def test_a_model_without_a_template_points_to_plain_prompts(write: Write) -> None:
     error = refusal(lambda: Tokenizer.load(write(config=EOS)).chat(USER))
     assert error.code is ErrorCode.INVALID_ARGUMENT
+    assert "/v1/completions" in error.message
     assert "--prompt" in error.message
 
 
@@ -190,7 +224,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(
 
 def test_the_text_layer_starts_without_torch_and_transformers() -> None:
     program = (
-        "import sys, services.gateway.detokenizer, services.gateway.stops;"
+        "import sys, services.gateway.answers;"
         "sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
