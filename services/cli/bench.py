@@ -1,11 +1,13 @@
 """`weald bench …`: measurements that print a table and write it as JSON."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from services.cli.options import Device, Dtype, Head, Model
+from services.types.errors import invalid
 
 bench = typer.Typer(name="bench", help="Measure, print a table, and write it as JSON.", no_args_is_help=True)
 
@@ -129,6 +131,22 @@ def journal(
 
     prompts = some_prompts(questions, answers)
     bench_journal(model, speculative_model, dtype, prompts, max_tokens, json)
+
+
+@bench.command()
+def gateway(
+    model: Model = "smollm2-135m",
+    requests: Annotated[int, typer.Option(min=1, help="Short answers of each repetition.")] = 200,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each stream.")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 5,
+    json: Json = None,
+) -> None:
+    """What the gateway costs a request and a round, against calling a played draft service over gRPC."""
+    if find_spec("httpx") is None:
+        raise invalid("the benchmark calls the gateway by the Python package httpx; run: pip install httpx")
+    from services.bench.gateway import bench_gateway
+
+    bench_gateway(model, requests, rounds, repeats, json)
 
 
 @bench.command()

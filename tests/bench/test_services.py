@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.bench.gateway import PARALLEL, bench_gateway
 from services.bench.journal import bench_journal
 from services.bench.link import WIDTHS, bench_link
 from services.bench.load import bench_load
@@ -99,3 +100,27 @@ def test_the_journal_is_measured_with_all_processes_that_take_part(
     for cost in record["costs"].values():
         assert cost["low"] <= cost["mean"] <= cost["high"]
     assert "95 % confidence" in capsys.readouterr().out
+
+
+def test_the_gateway_is_measured_beside_the_same_calls_over_grpc(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gateway.json"
+    bench_gateway(str(checkpoints.target), requests=6, rounds=5, repeats=2, json_file=file)
+    record = json.loads(file.read_text())
+    order = [(parallel, way) for parallel in PARALLEL for way in ("gRPC", "HTTP")]
+    for rows in (record["answers"], record["rounds"]):
+        assert [(row["at_once"], row["over"]) for row in rows] == order
+    for row in record["answers"]:
+        assert row["count"] == 2 * 6
+        assert row["requests_per_s"] > 0
+        assert 0 < row["took_p50"] <= row["took_p99"]
+    direct = {}
+    for row in record["rounds"]:
+        assert row["count"] == 2 * 5 * row["at_once"]
+        # No round comes before it is due.
+        assert 0 < row["late_p50"] <= row["late_p99"]
+        assert row["between_p50"] > 0
+        base = direct.setdefault(row["at_once"], row)
+        assert row["added_p50"] == pytest.approx(row["late_p50"] - base["late_p50"])
+    assert "added p50" in capsys.readouterr().out
