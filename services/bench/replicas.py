@@ -50,7 +50,11 @@ class Replica:
         limited = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | limited, text=True)
         assert self.process.stdout
-        line = self.process.stdout.readline()
+        try:
+            line = self.process.stdout.readline()
+        except BaseException:
+            self.process.kill()
+            raise
         if not line:
             self.process.stdout.close()
             raise WealdError(ErrorCode.UNAVAILABLE, f"{command} ended with exit status {self.process.wait()}")

@@ -35,7 +35,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise invalid(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
-    # Connections inherit both.
+    # Connections inherit all of these. asyncio turns off Nagle's algorithm only where a socket names TCP.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_S)

@@ -120,7 +120,7 @@ def test_the_gateway_is_measured_beside_the_same_calls_over_grpc(
         assert row["count"] == 2 * 5 * row["at_once"]
         # No round comes before it is due.
         assert 0 < row["late_p50"] <= row["late_p99"]
-        assert row["between_p50"] > 0
+        assert row["gap_p50"] > 0
         base = direct.setdefault(row["at_once"], row)
         assert row["added_p50"] == pytest.approx(row["late_p50"] - base["late_p50"])
     assert "added p50" in capsys.readouterr().out
