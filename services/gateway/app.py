@@ -24,7 +24,7 @@ from services.gateway.limits import Limits, Places, authorised, bounded, identif
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import Longest
 from services.gateway.readiness import Readiness
-from services.gateway.requests import Job, conversation, job_of, new_id
+from services.gateway.requests import Job, conversation, job_of, kind_of, new_id
 from services.gateway.resumption import Delivery, EventId, Point
 from services.gateway.schemas import (
     ChatCompletion,
@@ -127,8 +127,8 @@ class Gateway:
                 async for piece in pieces:
                     yield piece
             except WealdError as error:
-                # The sentence of `calls.generate` ends with how the command line goes on.
-                raise error.__cause__ or error from None
+                # `calls.generate` has added how the command line goes on.
+                raise error.__cause__ if isinstance(error.__cause__, WealdError) else error from None
 
 
 async def _of(request: Request) -> Gateway:
@@ -184,7 +184,7 @@ async def _generated(
     id = lost.request if lost else new_id(body)
     job = await asyncio.to_thread(job_of, body, gateway.tokenizer, id, trace)
     at = lost or EventId(id, (Point(),) * len(job.calls))
-    if len(at.points) != len(job.calls) or new_id(body).split("-")[0] != id.split("-")[0]:
+    if len(at.points) != len(job.calls) or not id.startswith(f"{kind_of(body)}-"):
         raise invalid("`Last-Event-ID` is of another request; send the very request whose stream was lost")
     pieces = kept_alive(gateway.metrics.watched(job, gateway.pieces(job), began), gateway.ending)
     shape = shape_of(body, id, int(time.time()))
@@ -315,6 +315,6 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     ]

@@ -51,10 +51,14 @@ class Job:
     """Whether the stop string found is part of the text."""
 
 
+def kind_of(request: ChatRequest | CompletionRequest) -> str:
+    """What the names of such requests begin with."""
+    return "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+
+
 def new_id(request: ChatRequest | CompletionRequest) -> str:
     """A random name for a request, which its sessions and its seed come from."""
-    kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-    return f"{kind}-{secrets.token_hex(16)}"
+    return f"{kind_of(request)}-{secrets.token_hex(16)}"
 
 
 def job_of(
