@@ -64,7 +64,7 @@ def show(client: "OpenAI", model: str, console: Console) -> None:
     console.print(QUESTION, style="bold")
     table = Table(title=f"{model} over HTTP")
     table.add_column("mode", no_wrap=True)
-    for name in ("tokens", "rounds", "τ", "tokens/s", "speedup", "identical"):
+    for name in ("tokens", "rounds", "τ", "tokens/s", "speedup", "same"):
         table.add_column(name, justify="right")
     for temperature in (0, 1):
         console.print(f"\ntemperature {temperature}, with draft trees", style="dim")
