@@ -1,6 +1,5 @@
 """Tiny random models, and a tree source that knows the text: what tests of the decoding loop share."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,10 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
+from services.bench.tiny import write_tiny
 from services.draft.drafter import Drafter
 from services.engine.attention import Batch
 from services.engine.cache import PagedCache
@@ -353,11 +353,6 @@ def events() -> Callable[[Iterable[Step]], Counter[str]]:
     return count_events
 
 
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|answer|>"
-SPECIAL = ("<|end|>", "<|user|>", "<|answer|>")
-LETTERS = "abcdefghijĠ."
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """Where the tiny model lies."""
@@ -379,35 +374,7 @@ class Checkpoints:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A Llama of 15 tokens and an undecided head, so that its wide trees often hold what comes next."""
-    directory = tmp_path_factory.mktemp("checkpoints")
-    target, head = directory / "target", directory / "head"
-    names = [*SPECIAL, *LETTERS]
-    core = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    config = LlamaConfig(
-        vocab_size=len(names),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = LlamaForCausalLM(config)
-        model.save_pretrained(target)
-        weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        config.initializer_range = 0.02
-        EagleHead(config, *weights).save(head, torch.float32)
-    core.save(str(target / "tokenizer.json"))
-    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    target, head = write_tiny(tmp_path_factory.mktemp("checkpoints"))
     return Checkpoints(target, head)
 
 

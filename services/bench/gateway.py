@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from services.bench.questions import PROMPTS
 from services.bench.replicas import replica
-from services.bench.report import write_json
+from services.bench.report import figures_table, write_json
 from services.draft.servicer import DraftServicer
 from services.engine.names import find_text
 from services.gateway.tokenizer import Tokenizer
@@ -64,8 +63,8 @@ def bench_gateway(model: str, requests: int, rounds: int, repeats: int, json_fil
         settings = {"model": model, "requests": requests, "rounds": rounds, "repeats": repeats}
         write_json(json_file, "gateway", settings | {"every_ms": EVERY_MS}, rows)
     console = Console()
-    console.print(_table(f"answers of {SHORT * TOKENS} tokens, not streamed, ms", rows["answers"]))
-    console.print(_table(f"rounds of a stream, one every {EVERY_MS} ms, ms", rows["rounds"]))
+    console.print(figures_table(f"answers of {SHORT * TOKENS} tokens, not streamed, ms", rows["answers"]))
+    console.print(figures_table(f"rounds of a stream, one every {EVERY_MS} ms, ms", rows["rounds"]))
 
 
 class _Way(Protocol):
@@ -262,12 +261,3 @@ async def play(model: str) -> None:
     )
     print(f"127.0.0.1:{server.port}", flush=True)
     await server.wait()
-
-
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "over" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table

@@ -12,11 +12,10 @@ from typing import Any
 import grpc
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from services.bench.replicas import replica
-from services.bench.report import write_json
+from services.bench.report import figures_table, write_json
 from services.draft.link import Links, VerifyLink
 from services.draft.service import RoundTimes
 from services.draft.serving import load
@@ -74,9 +73,11 @@ def bench_link(
         settings = {"model": model, "dtype": dtype_name(dtype), "max_tokens": max_tokens, "rounds": rounds}
         write_json(json_file, "link", settings, rows)
     console = Console()
-    console.print(_table("one round, ms", rows["rounds"]))
+    console.print(figures_table("one round, ms", rows["rounds"]))
     console.print(
-        _table(f"the wire alone, ms, {ACCEPTED + 1} features and a tree of 60 nodes a round", rows["wire"])
+        figures_table(
+            f"the wire alone, ms, {ACCEPTED + 1} features and a tree of 60 nodes a round", rows["wire"]
+        )
     )
 
 
@@ -275,12 +276,3 @@ async def serve_instantly() -> None:
     await raw.start()
     print(f"127.0.0.1:{replies.port},127.0.0.1:{port}", flush=True)
     await replies.wait()
-
-
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "part" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table

@@ -4,12 +4,14 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from rich.table import Table
 
 
 def environment() -> dict[str, Any]:
@@ -41,6 +43,16 @@ def write_json(file: Path, benchmark: str, settings: dict[str, Any], figures: di
     """Write what the benchmark's table shows, with its settings and the environment."""
     record = {"benchmark": benchmark, "environment": environment(), "settings": settings} | figures
     file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def figures_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """A table of rows that have the same columns; texts stand left, numbers right."""
+    table = Table(title=title, title_justify="left")
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table
 
 
 def _commit() -> str | None:

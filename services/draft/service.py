@@ -297,7 +297,7 @@ class DraftService:
         generating.leaving = False
         if lost.opening is not generating.opening:
             return None
-        link = await self._other(generating, lost)
+        link = self._another(generating) if lost.draining else await self._recovered(generating, lost.error)
         if link is None or lost.opening is not generating.opening:
             return None
         self._thread.put(generating, Close(generating.id, generating.epoch))
@@ -306,27 +306,30 @@ class DraftService:
         self._counters["handed_over_sessions" if lost.draining else "recovered_sessions"] += 1
         return Moved(ReplicaKind.VERIFY, link.address, lost.error.code in LOSSES and not lost.draining)
 
-    async def _other(self, generating: Generating, lost: Lost) -> VerifyLink | None:
-        """The verify replica to go on at; None to stay where a draining one or a late opening serves it."""
+    async def _recovered(self, generating: Generating, error: WealdError) -> VerifyLink | None:
+        """The verify replica to go on at, once there is one; None where a late opening arrived after all."""
         if generating.lost_at is None:
             generating.lost_at = time.monotonic()
         deadline = generating.lost_at + RECOVER_S
-        while lost.draining or time.monotonic() < deadline:
-            if not lost.draining:
-                await asyncio.sleep(next(generating.pauses))
+        while time.monotonic() < deadline:
+            await asyncio.sleep(next(generating.pauses))
             if generating.lost_at is None:
                 return None
-            try:
-                return self._choose(generating)
-            except WealdError as none:
-                _log.info("session %s: %s", generating.id, none)
-                if lost.draining:
-                    return None
+            if link := self._another(generating):
+                return link
         raise WealdError(
-            lost.error.code,
-            f"{lost.error.message}; no other verify replica could serve the session within {RECOVER_S:.0f} s",
-            retry_after_s=lost.error.retry_after_s,
+            error.code,
+            f"{error.message}; no other verify replica could serve the session within {RECOVER_S:.0f} s",
+            retry_after_s=error.retry_after_s,
         )
+
+    def _another(self, generating: Generating) -> VerifyLink | None:
+        """A verify replica to move to, if there is one now."""
+        try:
+            return self._choose(generating)
+        except WealdError as none:
+            _log.info("session %s: %s", generating.id, none)
+            return None
 
     def _current(self, id: str, epoch: int) -> Generating | None:
         generating = self._sessions.get(id)
