@@ -17,7 +17,9 @@ LETTERS = "abcdefghijĠ."
 VOCABULARY = len(SPECIAL) + len(LETTERS)
 
 
-def write_tiny(directory: Path, context: int = 256) -> tuple[Path, Path]:
+def write_tiny(
+    directory: Path, context: int = 256, key_value_heads: int = 2, seed: int = 3
+) -> tuple[Path, Path]:
     """A Llama of 15 tokens and so much context, and an undecided head: its wide trees often hold what comes.
 
     Returns:
@@ -30,7 +32,7 @@ def write_tiny(directory: Path, context: int = 256) -> tuple[Path, Path]:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=context,
         initializer_range=0.4,
         bos_token_id=None,
@@ -38,7 +40,7 @@ def write_tiny(directory: Path, context: int = 256) -> tuple[Path, Path]:
         pad_token_id=0,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         with quiet():
             model.save_pretrained(target)

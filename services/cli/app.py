@@ -8,11 +8,9 @@ import typer
 from typer.core import TyperGroup
 
 from services.cli.bench import bench
-from services.cli.demo import demo
 from services.cli.draft import draft
 from services.cli.gateway import gateway
 from services.cli.generate import generate
-from services.cli.status import status
 from services.cli.store import store
 from services.cli.train_head import train_head
 from services.cli.verify import verify
@@ -46,7 +44,5 @@ app.command()(verify)
 app.command()(draft)
 app.command()(gateway)
 app.command()(store)
-app.command()(status)
-app.command()(demo)
 app.command()(train_head)
 app.add_typer(bench)

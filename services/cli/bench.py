@@ -150,6 +150,32 @@ def gateway(
 
 
 @bench.command()
+def guidellm(
+    model: Model = "smollm2-135m",
+    requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 4,
+    guidellm: Annotated[str, typer.Option(metavar="COMMAND", help="GuideLLM's command.")] = "guidellm",
+    json: Json = None,
+) -> None:
+    """Let GuideLLM, a load generator, measure the gateway with draft trees and without."""
+    from services.bench.guidellm import bench_guidellm
+
+    bench_guidellm(model, requests, guidellm, json)
+
+
+@bench.command()
+def paper(
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the tree.")] = 2048,
+    json: Json = None,
+) -> None:
+    """On paper, from data sheets: the draft card, tree and draft vocabulary for 8B and 70B targets."""
+    from services.bench.paper import bench_paper
+    from services.local.models import quiet
+
+    with quiet():
+        bench_paper(context, json)
+
+
+@bench.command()
 def chaos(
     model: Annotated[
         str | None,

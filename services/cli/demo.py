@@ -1,7 +1,7 @@
-"""`weald demo`: one question answered over HTTP with draft trees and without, and what the trees gave."""
+"""What `weald demo` shows: a question answered over HTTP with draft trees and without, and what they gave."""
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,20 +21,18 @@ QUESTION = "Why is the sky blue? Explain it in a few sentences."
 MAX_TOKENS = 96
 WARM_UP_TOKENS = 8
 SEED = 7
-KEY = "demo"
-"""Given to the gateway, so that a key in its environment does not shut the demo out."""
 
 
-def demo() -> None:
-    """Answer a chat prompt over HTTP, with draft trees and without, and compare."""
-    compare(MODEL, None, "auto", Console(highlight=False))
+def compare(service: AbstractContextManager[str], model: str, console: Console) -> None:
+    """Start a service, ask it over HTTP with draft trees and without, and stop it again.
 
-
-def compare(model: str, head: str | None, dtype: str, console: Console) -> None:
-    """Start a verify replica, a draft replica and a gateway, ask the gateway, and stop them again.
+    Args:
+        service: started by entering it, which gives the gateway's base URL; stopped at the end.
+        model: by the name clients call it.
+        console: where answers and table go.
 
     Raises:
-        WealdError: `INVALID_ARGUMENT` without the Python package openai; `UNAVAILABLE` when a process ends.
+        WealdError: `INVALID_ARGUMENT` without the Python package openai; what `service` raises.
     """
     try:
         from openai import DefaultHttpxClient, OpenAI
@@ -42,16 +40,12 @@ def compare(model: str, head: str | None, dtype: str, console: Console) -> None:
         raise invalid(
             "the demo asks the gateway through the Python package openai; run: pip install openai"
         ) from error
-    from services.bench.replicas import both_services, replica
-
     with ExitStack() as stack:
         with console.status(f"Starting verify, draft and gateway with {model}"):
-            _, drafter = stack.enter_context(both_services(model, head, dtype))
-            options = ("--model", model, "--port", 0, "--api-key", KEY, "--endpoint", drafter.address)
-            gateway = stack.enter_context(replica("gateway", *options))
+            url = stack.enter_context(service)
         # A proxy of the environment is for what lies outside.
         http = DefaultHttpxClient(trust_env=False)
-        client = OpenAI(base_url=f"http://{gateway.address}/v1", api_key=KEY, http_client=http)
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http)
         show(stack.enter_context(client), model, console)
 
 

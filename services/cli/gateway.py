@@ -69,7 +69,7 @@ def gateway(
         raise invalid("name draft replicas with --endpoint, or the store that lists them with --store")
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     size = memory_size(max_request_size)
-    keys = (*(api_key or ()), *_keys_of(api_key_file))
+    keys = (*(api_key or ()), *keys_of(api_key_file))
 
     from services.cli.process import announce
     from services.cli.workers import serve
@@ -94,7 +94,8 @@ def gateway(
         serve(settings, listener, workers, drain, announce(f"weald gateway: {name} at {host}"))
 
 
-def _keys_of(file: Path | None) -> list[str]:
+def keys_of(file: Path | None) -> list[str]:
+    """The API keys in a file, none without one. Raises `WealdError(INVALID_ARGUMENT)` when it holds none."""
     if file is None:
         return []
     try:

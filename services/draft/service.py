@@ -99,6 +99,11 @@ class DraftService:
         self._writing = asyncio.create_task(self._journal.run())
         self._thread.start()
 
+    @property
+    def pass_began(self) -> float | None:
+        """When the trees now in work were begun, `time.monotonic()`; None when none is."""
+        return self._thread.pass_began
+
     def counters(self) -> dict[str, int]:
         """Since the start: trees drafted, sessions retired, handed over and recovered, tokens that went
         through the head, and what the journal wrote and still has to write.

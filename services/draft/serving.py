@@ -102,7 +102,13 @@ async def run(
 
     def replica() -> Replica:
         return Replica(
-            ReplicaKind.DRAFT, address, status.fingerprint, status.model, len(service), service.draining
+            ReplicaKind.DRAFT,
+            address,
+            status.fingerprint,
+            status.model,
+            len(service),
+            service.draining,
+            place.node,
         )
 
     async with Links(verifiers, tls, service) as links:

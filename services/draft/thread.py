@@ -34,6 +34,8 @@ class DraftThread:
 
     def __init__(self, drafter: Drafter, fingerprint: bytes) -> None:
         self.counters: Counter[str] = Counter()
+        self.pass_began: float | None = None
+        """When the present trees were begun, `time.monotonic()`; None between."""
         self._drafter = drafter
         self._fingerprint = fingerprint
         self._wanting: dict[Generating, Reply] = {}
@@ -58,7 +60,10 @@ class DraftThread:
 
     def _run(self) -> None:
         while self._receive():
+            self.pass_began = time.monotonic()
             self._draft()
+            self.counters["draft_ns"] += round((time.monotonic() - self.pass_began) * 1e9)
+            self.pass_began = None
 
     def _receive(self) -> bool:
         """Take in everything that has arrived, waiting for the first; False at the end."""

@@ -332,7 +332,13 @@ def _replica(kind: ReplicaKind, text: bytes) -> Replica:
         known = json.loads(text)
         fingerprint = bytes.fromhex(known["fingerprint"])
         return Replica(
-            kind, known["address"], fingerprint, known["model"], known["sessions"], known["draining"]
+            kind,
+            known["address"],
+            fingerprint,
+            known["model"],
+            known["sessions"],
+            known["draining"],
+            known.get("node", ""),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise _foreign("a replica", error) from error

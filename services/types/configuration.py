@@ -87,6 +87,8 @@ class Place:
     """Host, or host:port, at which others reach it; None: as it listens."""
     drain_s: float = 30.0
     """How long sessions may go on at shutdown."""
+    node: str = ""
+    """Name of the machine, for whoever lists the replicas."""
 
     def __post_init__(self) -> None:
         if self.drain_s < 0:

@@ -1,6 +1,7 @@
 """The one catalogue of errors: every error a caller can see carries a code from here."""
 
 from enum import StrEnum
+from typing import Any
 
 
 class ErrorCode(StrEnum):
@@ -45,6 +46,13 @@ class WealdError(Exception):
         self.code = code
         self.message = message
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.code, self.message, self.retry_after_s)
+
+
+def _made(code: ErrorCode, message: str, retry_after_s: float | None) -> WealdError:
+    return WealdError(code, message, retry_after_s=retry_after_s)
 
 
 def invalid(message: str) -> WealdError:

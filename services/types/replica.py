@@ -25,3 +25,5 @@ class Replica:
     """Sessions it serves now, those that wait included."""
     draining: bool = False
     """It takes no new sessions and hands over those it has."""
+    node: str = ""
+    """Where it runs, as whoever placed it names the nodes."""

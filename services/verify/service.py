@@ -63,6 +63,8 @@ class VerifyService:
         self.loop_lag_ns = 0
         self.failed: WealdError | None = None
         """Why the service ended by itself."""
+        self.step_began: float | None = None
+        """When the present step began, `time.monotonic()`; None between steps."""
         self._scheduler = Scheduler(verifier, limits)
         self._inbox: queue.SimpleQueue[tuple[Link, Request | None, float] | _Prepared] = queue.SimpleQueue()
         # Compiling a schema can take seconds, in which steps go on.
@@ -135,7 +137,10 @@ class VerifyService:
                 began = time.perf_counter_ns()
                 step = self._scheduler.form(time.monotonic())
                 if step:
+                    self.step_began = time.monotonic()
                     self._serve(step)
+                    self.step_began = None
+                    self._scheduler.counters["steps"] += 1
                     self._scheduler.counters["step_ns"] += time.perf_counter_ns() - began
                 if now > self._beat + BEAT_S:
                     self._beat = now

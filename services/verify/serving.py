@@ -107,7 +107,13 @@ async def run(
         load = service.load()
         sessions = load.running + load.waiting
         return Replica(
-            ReplicaKind.VERIFY, address, status.fingerprint, status.model, sessions, service.draining
+            ReplicaKind.VERIFY,
+            address,
+            status.fingerprint,
+            status.model,
+            sessions,
+            service.draining,
+            place.node,
         )
 
     service.start(partial(loop.call_soon_threadsafe, stopping.set))

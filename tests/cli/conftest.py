@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from services.cli.app import app
+from cluster.command import app
 
 ROOT = Path(__file__).resolve().parents[2]
 

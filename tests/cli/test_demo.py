@@ -1,7 +1,8 @@
 """The comparison that `weald demo` shows, on a tiny random model."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
+from services.bench.replicas import both_services, replica
 from services.cli.demo import MAX_TOKENS, QUESTION, compare
 
 
@@ -16,11 +18,20 @@ from services.cli.demo import MAX_TOKENS, QUESTION, compare
 def test_the_demo_streams_answers_over_http_and_ends_with_a_table_that_compares_them(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What others keep in the environment does not come between the demo and its own gateway.
-    monkeypatch.setenv("WEALD_API_KEY", "another")
+    # What others keep in the environment does not come between the demo and its gateway.
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     shown = StringIO()
-    compare(str(checkpoints.target), str(checkpoints.head), "float64", Console(file=shown, width=100))
+    target = str(checkpoints.target)
+
+    @contextmanager
+    def service() -> Iterator[str]:
+        with (
+            both_services(target, str(checkpoints.head), "float64") as (_, drafter),
+            replica("gateway", "--model", target, "--port", 0, "--endpoint", drafter.address) as gateway,
+        ):
+            yield f"http://{gateway.address}"
+
+    compare(service(), target, Console(file=shown, width=100))
     lines = shown.getvalue().splitlines()
     assert lines[0] == QUESTION
     for temperature in (0, 1):

@@ -1,0 +1,64 @@
+"""The deployment of draft replicas."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.configuration import ClusterConfig
+from cluster.scaling import draft_load
+from cluster.serving import Serving, answers, check_progress, placed
+from services.draft.serving import load, run
+from services.local.models import head_of, precision, quiet, usable_device
+from services.sessions.opening import opened
+from services.wire.clients import DraftClient
+
+
+class DraftReplica:
+    """A head, and the sessions it drafts for."""
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        """Load the head and serve. Raises as `services.draft.serving` does."""
+        self._config = config
+        self._service, self._status = await asyncio.to_thread(self._load)
+        self._serving = await Serving.started(self._run)
+        self._address = placed(0).address(self._serving.port)
+        self._counted = time.monotonic(), self._drafted_ns()
+
+    def _load(self) -> Any:
+        config, draft = self._config, self._config.draft
+        device = usable_device("auto")
+        with quiet():
+            return load(
+                config.model,
+                head_of(config.model, config.speculative_model),
+                precision(config.dtype, device),
+                device,
+                draft.config,
+                memory=draft.kv_cache_memory,
+                max_num_seqs=draft.max_num_seqs,
+            )
+
+    async def _run(self, ready: Callable[[int], None], stopping: asyncio.Event) -> None:
+        place = placed(self._config.drain)
+        async with opened(self._config.store) as store:
+            await run(self._service, self._status, place, store, (), None, ready, stopping)
+
+    async def check_health(self) -> None:
+        """Raises when the head hangs, or the server does not answer."""
+        self._serving.check()
+        check_progress("the drafting of trees", self._service.pass_began, self._config.hang_timeout)
+        await answers(self._address, DraftClient)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """How much of what this replica can take is taken: `load`, 1.0 being all."""
+        (then, before), self._counted = self._counted, (time.monotonic(), self._drafted_ns())
+        now, drafted = self._counted
+        busy = (drafted - before) / 1e9 / max(now - then, 1e-9)
+        return {"load": draft_load(len(self._service), self._config.draft.max_num_seqs, busy)}
+
+    def _drafted_ns(self) -> int:
+        return int(self._service.counters().get("draft_ns", 0))
+
+    async def __del__(self) -> None:
+        await self._serving.stop()

@@ -1,0 +1,149 @@
+"""Start, change and stop the application on a local Ray or in a cluster that runs."""
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.app import NAME, application
+from cluster.checking import problems
+from cluster.configuration import EMBEDDED, ClusterConfig, parse
+from cluster.planning import Node
+from services.engine.ranks import free_port
+from services.sessions.embedded import embedded
+from services.types.errors import ErrorCode, WealdError, invalid
+
+LOCAL = "local"
+"""A Ray of this machine alone, which ends with the command."""
+ANSWER_S = 5.0
+READY_S = 60.0
+"""For the replicas, once they are up, to find each other."""
+POLL_S = 0.2
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Ray at an address, `auto` for the one that runs here, or `local` for one that ends with the block.
+
+    Raises:
+        WealdError: `UNAVAILABLE` when there is none.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    options: dict[str, Any] = {"address": address}
+    if address == LOCAL:
+        # As a plain process would; Ray gives a process one thread for each of its CPUs.
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+        options["include_dashboard"] = False
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, namespace="weald")
+    except ConnectionError as error:
+        raise WealdError(
+            ErrorCode.UNAVAILABLE, f"there is no Ray at {address}: {error}; start one, or leave --address out"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    """The nodes of the cluster that live."""
+    every = ray.nodes()  # type: ignore[no-untyped-call]
+    living = [node for node in every if node["Alive"]]
+    return [Node(node["NodeID"], node["Resources"], node.get("Labels", {})) for node in living]
+
+
+@contextmanager
+def local(config: ClusterConfig) -> Iterator[str]:
+    """The application on a Ray of its own, ready to answer; its base URL. All of it ends with the block.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` that tells all that is wrong, before anything starts; `UNAVAILABLE`
+            when it does not come up.
+    """
+    with ExitStack() as stack:
+        if config.store == EMBEDDED:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weald-store-"))
+            config = stored(config, stack.enter_context(embedded(Path(directory))).file)
+        stack.enter_context(connected(LOCAL))
+        stack.callback(serve.delete, NAME)
+        yield deploy(config)
+
+
+def stored(config: ClusterConfig, file: Path) -> ClusterConfig:
+    """With the store that a file names."""
+    return config.model_copy(update={"store": file.as_uri()})
+
+
+def deploy(config: ClusterConfig) -> str:
+    """Run the application in the Ray that is connected, or change the one that runs; its URL, when ready.
+
+    What the change does not concern goes on; what it does is replaced, replica by replica.
+
+    Raises:
+        WealdError: as `local` does.
+    """
+    if not config.gateway.port:
+        config = config.model_copy(
+            update={"gateway": config.gateway.model_copy(update={"port": free_port()})}
+        )
+    found = nodes()
+    if wrong := asyncio.run(problems(config, found, running=NAME in serve.status().applications)):
+        raise invalid("; ".join(wrong))
+    gateway = config.gateway
+    # One address is told, so one proxy listens: that of the head.
+    serve.start("HeadOnly", HTTPOptions(host=gateway.host, port=gateway.port))
+    try:
+        serve.run(application(config, found), name=NAME, route_prefix="/")
+    except (RuntimeError, RayServeException) as error:
+        raise WealdError(ErrorCode.UNAVAILABLE, f"the replicas do not come up: {error}") from error
+    url = f"http://{gateway.host}:{gateway.port}"
+    _wait(url)
+    return url
+
+
+def described() -> ClusterConfig:
+    """What the application that runs was last given.
+
+    Raises:
+        WealdError: `UNAVAILABLE` when none runs.
+    """
+    return parse(_gateway().description.remote().result(timeout_s=ANSWER_S))
+
+
+def _gateway() -> DeploymentHandle[Any]:
+    try:
+        return serve.get_app_handle(NAME)
+    except RayServeException as error:
+        raise WealdError(
+            ErrorCode.UNAVAILABLE, f"no {NAME} application runs in this Ray; start it with `weald serve`"
+        ) from error
+
+
+def _wait(url: str) -> None:
+    """Until the gateway says that sessions can be served."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with opener.open(f"{url}/ready", timeout=ANSWER_S):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise WealdError(
+                    ErrorCode.UNAVAILABLE, f"{url}/ready does not answer that sessions can be served: {error}"
+                ) from error
+        time.sleep(POLL_S)
