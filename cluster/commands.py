@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,9 @@ def serve(
     A second time with --address it changes what runs, replica by replica and without a failed request.
     """
     from cluster.configuration import read
+
+    if address:
+        _show_token()
     from cluster.launch import connected, deploy, local
 
     described = read(
@@ -80,10 +84,22 @@ def serve(
     )
     if address:
         with connected(address):
-            typer.echo(f"weald serve: {described.model} at {deploy(described)}")
+            typer.echo(_said(described.model, deploy(described)))
         return
     with local(described) as url:
-        asyncio.run(_until_stopped(f"weald serve: {described.model} at {url}"))
+        asyncio.run(_until_stopped(_said(described.model, url)))
+
+
+def _said(model: str, url: str) -> str:
+    import ray
+
+    return f"weald serve: Ray at {ray.get_runtime_context().gcs_address}, {model} at {url}"
+
+
+def _show_token() -> None:
+    """Let Ray, once it is imported, show the token that a Ray of this user asks for, if there is one."""
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 async def _until_stopped(said: str) -> None:
@@ -96,12 +112,14 @@ async def _until_stopped(said: str) -> None:
 
 def check(config: File = None, address: Address = None) -> None:
     """Tell everything that is wrong with a description, before anything starts."""
+    if config is None:
+        raise invalid("name the description with --config")
+    if address:
+        _show_token()
     from cluster.checking import problems
     from cluster.configuration import read
     from cluster.launch import LOCAL, connected, nodes
 
-    if config is None:
-        raise invalid("name the description with --config")
     described = read(config, {})
     with connected(address or LOCAL):
         wrong = asyncio.run(problems(described, nodes()))
@@ -122,6 +140,8 @@ def scale(
     if not match:
         raise invalid(f"{replicas!r} is no number of replicas; write 2, or 1:4 for as many as load asks for")
     from cluster.configuration import parse
+
+    _show_token()
     from cluster.launch import connected, deploy, described
 
     bounds = {"min": int(match[1]), "max": int(match[2] or match[1])}
@@ -152,6 +172,7 @@ def status(
 
         of_endpoint(endpoint, as_json, tls_certificate, tls_key, tls_authority)
         return
+    _show_token()
     from cluster.launch import connected
     from cluster.overview import overview, table
 

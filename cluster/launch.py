@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import tempfile
 import time
 import urllib.request
@@ -35,7 +36,7 @@ POLL_S = 0.2
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Ray at an address, `auto` for the one that runs here, or `local` for one that ends with the block.
+    """Ray at host:port, `auto` for the one that runs here, or `local` for one that ends with the block.
 
     Raises:
         WealdError: `UNAVAILABLE` when there is none.
@@ -48,8 +49,10 @@ def connected(address: str) -> Iterator[None]:
         os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         options["include_dashboard"] = False
     try:
+        if address not in (LOCAL, "auto"):
+            _reach(address)
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, namespace="weald")
-    except ConnectionError as error:
+    except OSError as error:
         raise WealdError(
             ErrorCode.UNAVAILABLE, f"there is no Ray at {address}: {error}; start one, or leave --address out"
         ) from error
@@ -57,6 +60,15 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises `OSError` when nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except ValueError:
+        raise ConnectionError("an address is host:port") from None
 
 
 def nodes() -> list[Node]:
