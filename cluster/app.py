@@ -111,8 +111,9 @@ def _actor(each: Resources, selector: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _number(replicas: Replicas) -> dict[str, Any]:
+    surge = {"max_surge_percent": replicas.max_surge_percent}
     if replicas.min == replicas.max:
-        return {"num_replicas": replicas.min}
+        return {"num_replicas": replicas.min, **surge}
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
         policy_function=LoadPolicy,
         policy_kwargs={
@@ -134,4 +135,4 @@ def _number(replicas: Replicas) -> dict[str, Any]:
             downscale_delay_s=0,
             policy=policy,
         )
-    return {"autoscaling_config": scaling}
+    return {"autoscaling_config": scaling, **surge}

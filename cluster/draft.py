@@ -7,10 +7,11 @@ from typing import Any
 
 from cluster.configuration import ClusterConfig
 from cluster.scaling import draft_load
-from cluster.serving import Serving, answers, check_progress, placed
+from cluster.serving import Serving, answers, check_progress, outlast, placed, ready
 from services.draft.serving import load, run
 from services.local.models import head_of, precision, quiet, usable_device
 from services.sessions.opening import opened
+from services.types.replica import ReplicaKind
 from services.wire.clients import DraftClient
 
 
@@ -24,6 +25,11 @@ class DraftReplica:
         self._serving = await Serving.started(self._run)
         self._address = placed(0).address(self._serving.port)
         self._counted = time.monotonic(), self._drafted_ns()
+        # In an update the replicas before this one stay until it can serve.
+        await ready(self._linked)
+
+    async def _linked(self) -> bool:
+        return any(map(self._service.serves, self._service.links.values()))
 
     def _load(self) -> Any:
         config, draft = self._config, self._config.draft
@@ -39,10 +45,10 @@ class DraftReplica:
                 max_num_seqs=draft.max_num_seqs,
             )
 
-    async def _run(self, ready: Callable[[int], None], stopping: asyncio.Event) -> None:
+    async def _run(self, told: Callable[[int], None], stopping: asyncio.Event) -> None:
         place = placed(self._config.drain)
         async with opened(self._config.store) as store:
-            await run(self._service, self._status, place, store, (), None, ready, stopping)
+            await run(self._service, self._status, place, store, (), None, told, stopping)
 
     async def check_health(self) -> None:
         """Raises when the head hangs, or the server does not answer."""
@@ -61,4 +67,5 @@ class DraftReplica:
         return int(self._service.counters().get("draft_ns", 0))
 
     async def __del__(self) -> None:
+        await outlast(self._config.store, ReplicaKind.DRAFT, self._status.fingerprint)
         await self._serving.stop()

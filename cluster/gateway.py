@@ -8,6 +8,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cluster.configuration import ClusterConfig
+from cluster.serving import ready
 from services.cli.gateway import keys_of
 from services.engine.names import find_text
 from services.gateway.app import Gateway, Settings, create_app
@@ -38,6 +39,8 @@ class GatewayReplica:
         self._stack = AsyncExitStack()
         self._gateway = await self._stack.enter_async_context(Gateway.opened(settings))
         self._description: dict[str, Any] = {}
+        # In an update the gateways before this one stay until it can serve.
+        await ready(self._gateway.readiness.now)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self._gateway)

@@ -2,14 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Self
 
 import ray
 from ray.util import get_node_ip_address
 
+from services.sessions.opening import opened
 from services.types.configuration import Place
 from services.types.errors import ErrorCode, WealdError
+from services.types.replica import ReplicaKind
 from services.wire.channel import connect
 from services.wire.clients import DraftClient, VerifyClient
 
@@ -18,6 +22,11 @@ ANSWER_S = 5.0
 
 Run = Callable[[Callable[[int], None], asyncio.Event], Coroutine[None, None, None]]
 """Told whom to tell the port, and when to end; as `services.verify.serving.run`."""
+
+READY_S = 60.0
+LINGER_S = 8.0
+"""Heartbeats and looks at the registry, after which gateways have what they need to take over."""
+POLL_S = 0.2
 
 
 class Serving:
@@ -57,6 +66,32 @@ async def answers(address: str, client: type[VerifyClient] | type[DraftClient]) 
     """Raises `WealdError` when the service at host:port does not answer as others would call it."""
     async with connect(address) as channel:
         await client(channel).status(ANSWER_S)
+
+
+async def ready(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until something holds; not for ever, since what it waits for may be the one that waits."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(READY_S):
+            while not await holds():
+                await asyncio.sleep(POLL_S)
+
+
+async def outlast(store: str, kind: ReplicaKind, fingerprint: bytes) -> None:
+    """Serve on for a moment where another target takes over, until the gateways before it are gone.
+
+    Args:
+        store: whose registry tells.
+        kind: of the replica that is to end.
+        fingerprint: of its target.
+    """
+    async with opened(store) as sessions:
+        try:
+            listed = [one for one in await sessions.replicas(kind) if not one.draining]
+        except WealdError:
+            return
+    targets = Counter(one.fingerprint for one in listed)
+    if targets[fingerprint] <= 1 < len(targets):
+        await asyncio.sleep(LINGER_S)
 
 
 def placed(drain_s: float) -> Place:

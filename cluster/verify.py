@@ -9,10 +9,11 @@ import torch
 from cluster.configuration import ClusterConfig
 from cluster.ranks import Followers
 from cluster.scaling import verify_load
-from cluster.serving import Serving, answers, check_progress, placed
+from cluster.serving import Serving, answers, check_progress, outlast, placed
 from services.engine.ranks import Ranks
 from services.local.models import precision, quiet, usable_device
 from services.sessions.opening import opened
+from services.types.replica import ReplicaKind
 from services.verify.serving import load, run
 from services.wire.clients import VerifyClient
 
@@ -82,4 +83,5 @@ class VerifyReplica:
         }
 
     async def __del__(self) -> None:
+        await outlast(self._config.store, ReplicaKind.VERIFY, self._status.fingerprint)
         await self._serving.stop()

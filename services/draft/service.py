@@ -104,6 +104,10 @@ class DraftService:
         """When the trees now in work were begun, `time.monotonic()`; None when none is."""
         return self._thread.pass_began
 
+    def serves(self, link: VerifyLink) -> bool:
+        """Whether a verify replica is connected, and serves the target that the head is for."""
+        return link.connected and link.fingerprint == self.fingerprint
+
     def counters(self) -> dict[str, int]:
         """Since the start: trees drafted, sessions retired, handed over and recovered, tokens that went
         through the head, and what the journal wrote and still has to write.
@@ -272,18 +276,17 @@ class DraftService:
 
     def _able(self) -> dict[str, int]:
         """Sessions at each verify replica that can take more: what it says, or more if we know of more."""
-        able = {
-            address: link
-            for address, link in self.links.items()
-            if link.open and link.fingerprint == self.fingerprint
-        }
+        able = {a: link for a, link in self.links.items() if link.open and self.serves(link)}
         ours = Counter(g.opening.link.address for g in self._sessions.values() if g.opening)
         return {address: max(link.load, ours[address]) for address, link in able.items()}
 
     def _choose(self, generating: Generating) -> VerifyLink:
         """A verify replica for a session; one that failed it only where there is no other."""
         able = self._able()
-        if not able and (others := [link for link in self.links.values() if link.open]):
+        # In an update of the target, replicas of the old one and of the new one are linked for a while.
+        known = any(link.fingerprint == self.fingerprint for link in self.links.values())
+        others = [link for link in self.links.values() if link.open]
+        if not able and others and not known:
             raise incompatible(
                 f"the verify replica at {others[0].address} serves another target than this head was loaded "
                 "for; start both services with the same --model"

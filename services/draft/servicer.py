@@ -47,7 +47,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._status,
             running=len(service),
             free_pages=service.drafter.pool.free_pages,
-            verifiers={address: link.connected for address, link in service.links.items()},
+            verifiers={address: service.serves(link) for address, link in service.links.items()},
             counters=service.counters(),
         )
         return convert.draft_status_to_proto(status)

@@ -74,6 +74,8 @@ async def _one_call(
             elif fresh := delivery.take(event, address):
                 if isinstance(fresh, Round):
                     attempts.progressed()
+                else:
+                    attempts.began()
                 yield fresh
     if not delivery.finish:
         raise WealdError(
@@ -92,12 +94,18 @@ class _Attempts:
         self._deadline = asyncio.get_running_loop().time() + within_s
         self._called = ""
         """The replica of the latest call; empty when there was none."""
+        self._target: bytes | None = None
+        """Fingerprint of the target that said the first tokens; no other one can go on."""
         self.progressed()
 
     @property
     def left_s(self) -> float:
         """Seconds until the deadline."""
         return self._deadline - asyncio.get_running_loop().time()
+
+    def began(self) -> None:
+        """The replica called has taken the session."""
+        self._target = self._target or self._drafters.target(self._called)
 
     def progressed(self) -> None:
         """Tokens came: what failed before does not count any more."""
@@ -109,14 +117,14 @@ class _Attempts:
     def choose(self) -> str:
         """The address of the replica to call now. Raises `WealdError(UNAVAILABLE)` when there is none."""
         self._called = ""
-        self._called = self._drafters.choose(self._prefix, self._avoid)
+        self._called = self._drafters.choose(self._prefix, self._avoid, self._target)
         return self._called
 
     async def elsewhere(self) -> bool:
         """Whether another replica answers, so that the one called, which is draining, can be left."""
         self._avoid.add(self._called)
         while self._others():
-            address = self._drafters.choose(self._prefix, self._avoid)
+            address = self._drafters.choose(self._prefix, self._avoid, self._target)
             if await self._drafters.answers(address):
                 return True
             self._avoid.add(address)
@@ -152,7 +160,7 @@ class _Attempts:
 
     def _others(self) -> set[str]:
         """Live replicas that have not failed since the latest progress."""
-        return self._drafters.live().keys() - self._avoid
+        return self._drafters.live(self._target).keys() - self._avoid
 
 
 class _Delivery:

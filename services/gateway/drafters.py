@@ -44,7 +44,7 @@ class Drafters:
         Args:
             addresses: host:port of those that are named; one that the registry has as draining is left out.
             directory: the registry's draft replicas; it runs within the context.
-            model: name of the target wanted, where the registry lists replicas of several.
+            model: name of the target wanted, as the replicas that the registry lists have it; None: any.
             tls: as `connect` takes it.
         """
         self._addresses = frozenset(addresses)
@@ -69,25 +69,35 @@ class Drafters:
             with suppress(asyncio.CancelledError):
                 await self._listing
 
-    def live(self) -> dict[str, int]:
-        """Sessions at each replica that takes new ones: as it says, or this caller's if they are more."""
+    def live(self, target: bytes | None = None) -> dict[str, int]:
+        """Sessions at each replica that takes new ones: as it says, or this caller's if they are more.
+
+        Args:
+            target: the fingerprint of the one wanted; replicas that say they have another are left out.
+        """
         listed = self._listed()
         sessions = dict.fromkeys(self._addresses, 0) | {r.address: r.sessions for r in listed}
         for replica in listed:
-            if replica.draining:
+            if replica.draining or target not in (None, replica.fingerprint):
                 del sessions[replica.address]
         return {
             address: max(count, self._connections[address].calls if address in self._connections else 0)
             for address, count in sessions.items()
         }
 
-    def choose(self, tokens: Sequence[int], avoid: Collection[str] = ()) -> str:
+    def target(self, address: str) -> bytes | None:
+        """The fingerprint of a replica's target; None when the registry does not list it."""
+        return next((one.fingerprint for one in self._listed() if one.address == address), None)
+
+    def choose(self, tokens: Sequence[int], avoid: Collection[str] = (), target: bytes | None = None) -> str:
         """The address of the replica for a session of these tokens; one of `avoid` if there is no other.
+
+        `target` is as in `live`.
 
         Raises:
             WealdError: `UNAVAILABLE` when there is none at all.
         """
-        live = self.live()
+        live = self.live(target)
         if not live and self._directory and self._directory.replicas and not self._listed():
             targets = ", ".join(sorted({replica.model for replica in self._directory.replicas}))
             raise WealdError(
@@ -123,9 +133,7 @@ class Drafters:
 
     def _listed(self) -> Sequence[Replica]:
         listed = self._directory.replicas if self._directory else ()
-        if self._model and len({replica.fingerprint for replica in listed}) > 1:
-            return [replica for replica in listed if replica.model == self._model]
-        return listed
+        return [replica for replica in listed if self._model in (None, replica.model)]
 
     async def _let_go(self) -> None:
         """Close what leads to replicas that are gone; others stay, for the next call."""

@@ -270,6 +270,6 @@ class DraftStatus:
     num_pages: int
     free_pages: int
     verifiers: Mapping[str, bool]
-    """Whether a verify replica is connected, by host:port."""
+    """Whether a verify replica is connected and serves the same target, by host:port."""
     counters: Mapping[str, int]
     """What has been counted since the replica started, by name of the metric."""
