@@ -1,7 +1,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help venv demo test lint bench chaos
+.PHONY: help venv demo test lint bench chaos scale
 .DEFAULT_GOAL := help
 
 help: ## show this help
@@ -34,3 +34,6 @@ bench: venv ## acceptance length and speed of every tree shape; pass options as 
 
 chaos: venv ## kill services and Redis while streams run: no token may be lost (a few minutes); options as ARGS='--seed 1'
 	@.venv/bin/weald bench chaos $(ARGS)
+
+scale: venv ## load rises and falls on a local Ray, each side scales by its own (three minutes); draws scale.svg; options as ARGS
+	@.venv/bin/weald bench scale --plot scale.svg $(ARGS)
