@@ -29,10 +29,14 @@ from services.types.errors import ErrorCode, WealdError, invalid
 LOCAL = "local"
 """A Ray of this machine alone, which ends with the command."""
 CALM = {
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_core_worker_internal_heartbeat_ms": "5000",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_task_events_report_interval_ms": "0",
 }
 """What a Ray of one machine does without, or less often, so that it takes less of the processor."""
 ANSWER_S = 5.0
