@@ -19,7 +19,7 @@ from cluster.verify import VerifyReplica
 
 NAME = "weald"
 """Of the application."""
-HEALTH_S = 1.0
+HEALTH_S = 2.0
 """Between two checks of a replica."""
 HEALTH_WITHIN_S = 10.0
 REPORT_S = 1.0

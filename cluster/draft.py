@@ -7,11 +7,12 @@ from typing import Any
 
 from cluster.configuration import ClusterConfig
 from cluster.scaling import draft_load
-from cluster.serving import Serving, answers, check_progress, outlast, placed, ready
+from cluster.serving import ANSWER_S, Serving, check_progress, outlast, placed, ready
 from services.draft.serving import load, run
 from services.local.models import head_of, precision, quiet, usable_device
 from services.sessions.opening import opened
 from services.types.replica import ReplicaKind
+from services.wire.channel import connect
 from services.wire.clients import DraftClient
 
 
@@ -23,7 +24,7 @@ class DraftReplica:
         self._config = config
         self._service, self._status = await asyncio.to_thread(self._load)
         self._serving = await Serving.started(self._run)
-        self._address = placed(0).address(self._serving.port)
+        self._channel = connect(placed(0).address(self._serving.port))
         self._counted = time.monotonic(), self._drafted_ns()
         # In an update the replicas before this one stay until it can serve.
         await ready(self._linked)
@@ -54,7 +55,7 @@ class DraftReplica:
         """Raises when the head hangs, or the server does not answer."""
         self._serving.check()
         check_progress("the drafting of trees", self._service.pass_began, self._config.hang_timeout)
-        await answers(self._address, DraftClient)
+        await DraftClient(self._channel).status(ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """How much of what this replica can take is taken: `load`, 1.0 being all."""
@@ -68,4 +69,5 @@ class DraftReplica:
 
     async def __del__(self) -> None:
         await outlast(self._config.store, ReplicaKind.DRAFT, self._status.fingerprint)
+        await self._channel.close()
         await self._serving.stop()

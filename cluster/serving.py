@@ -14,16 +14,15 @@ from services.sessions.opening import opened
 from services.types.configuration import Place
 from services.types.errors import ErrorCode, WealdError
 from services.types.replica import ReplicaKind
-from services.wire.channel import connect
-from services.wire.clients import DraftClient, VerifyClient
 
 ANSWER_S = 5.0
-"""For a service to answer whoever calls it."""
+"""For a service to answer the replica that it runs in, which calls it as others do."""
 
 Run = Callable[[Callable[[int], None], asyncio.Event], Coroutine[None, None, None]]
 """Told whom to tell the port, and when to end; as `services.verify.serving.run`."""
 
 READY_S = 60.0
+"""For a new replica to find those that it needs."""
 LINGER_S = 8.0
 """Heartbeats and looks at the registry, after which gateways have what they need to take over."""
 POLL_S = 0.2
@@ -60,12 +59,6 @@ class Serving:
         """Let the sessions go on elsewhere, then end. Raises what ended the service before."""
         self._stopping.set()
         await self._task
-
-
-async def answers(address: str, client: type[VerifyClient] | type[DraftClient]) -> None:
-    """Raises `WealdError` when the service at host:port does not answer as others would call it."""
-    async with connect(address) as channel:
-        await client(channel).status(ANSWER_S)
 
 
 async def ready(holds: Callable[[], Awaitable[bool]]) -> None:

@@ -9,12 +9,13 @@ import torch
 from cluster.configuration import ClusterConfig
 from cluster.ranks import Followers
 from cluster.scaling import verify_load
-from cluster.serving import Serving, answers, check_progress, outlast, placed
+from cluster.serving import ANSWER_S, Serving, check_progress, outlast, placed
 from services.engine.ranks import Ranks
 from services.local.models import precision, quiet, usable_device
 from services.sessions.opening import opened
 from services.types.replica import ReplicaKind
 from services.verify.serving import load, run
+from services.wire.channel import connect
 from services.wire.clients import VerifyClient
 
 
@@ -33,7 +34,7 @@ class VerifyReplica:
         self._ranks = ranks
         self._service, self._status = await asyncio.to_thread(self._load, device, ranks)
         self._serving = await Serving.started(self._run)
-        self._address = placed(0).address(self._serving.port)
+        self._channel = connect(placed(0).address(self._serving.port))
         self._counted = self._service.counters()
 
     def _load(self, device: torch.device, ranks: Ranks | None) -> Any:
@@ -62,7 +63,7 @@ class VerifyReplica:
         if self._followers:
             self._followers.check()
         check_progress("a target step", self._service.step_began, self._config.hang_timeout)
-        await answers(self._address, VerifyClient)
+        await VerifyClient(self._channel).status(ANSWER_S)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """How much of what this replica can take is taken: `load`, 1.0 being all."""
@@ -84,4 +85,5 @@ class VerifyReplica:
 
     async def __del__(self) -> None:
         await outlast(self._config.store, ReplicaKind.VERIFY, self._status.fingerprint)
+        await self._channel.close()
         await self._serving.stop()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,6 +182,25 @@ def test_of_several_targets_the_registry_gives_only_replicas_of_the_one_that_is_
         async with following(replicas[0], model="./another/name/of/it") as registered:
             with pytest.raises(WealdError, match="draft replicas of one, none of "):
                 registered.drafters.choose((1,))
+
+    asyncio.run(scenario())
+
+
+def test_a_session_stays_with_the_target_that_began_it() -> None:
+    async def scenario() -> None:
+        replicas = [replace(listed(f"{name}:1", target=name), model="same") for name in ("a", "b")]
+        async with following(*replicas, model="same") as registered:
+            drafters = registered.drafters
+            assert drafters.live() == {"a:1": 0, "b:1": 0}
+            for name in ("a", "b"):
+                target = drafters.target(f"{name}:1")
+                assert target == name.encode()
+                assert drafters.live(target) == {f"{name}:1": 0}
+                assert {drafters.choose((i,), (), target) for i in range(20)} == {f"{name}:1"}
+            assert drafters.target("c:1") is None
+            with pytest.raises(WealdError) as raised:
+                drafters.choose((1,), (), b"c")
+            assert raised.value.code is ErrorCode.UNAVAILABLE
 
     asyncio.run(scenario())
 
