@@ -10,12 +10,13 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 import weald
-from cluster.configuration import ClusterConfig, Draft, Gateway, Replicas, Resources, Verify, parse
+from cluster.configuration import EMBEDDED, ClusterConfig, Draft, Gateway, Replicas, Resources, Verify, parse
 from cluster.draft import DraftReplica
 from cluster.gateway import GatewayReplica
 from cluster.planning import Node, verify_placement
 from cluster.scaling import LoadPolicy
 from cluster.verify import VerifyReplica
+from services.types.errors import invalid
 
 NAME = "weald"
 """Of the application."""
@@ -50,7 +51,15 @@ def application(config: ClusterConfig, nodes: Sequence[Node]) -> Application:
     Args:
         config: the description.
         nodes: of the cluster; none: they are not known yet.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` without a store that the replicas can reach.
     """
+    if config.store == EMBEDDED:
+        raise invalid(
+            "store: an embedded Redis ends with the command that starts it, so it is for `weald serve` "
+            "without --address; name one that stays, like redis://HOST:PORT"
+        )
     common = config.model_copy(
         update={"speculative_model": None, "draft": Draft(), "gateway": Gateway(), "verify": Verify()}
     )

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 from ray.serve import Application
 
 from cluster.app import build
+from services.types.errors import WealdError
 
-MODEL = {"model": "a", "speculative_model": "h"}
+MODEL = {"model": "a", "speculative_model": "h", "store": "redis://127.0.0.1:1"}
 
 
 def versions(**keys: Any) -> dict[str, str | None]:
@@ -60,9 +62,12 @@ def test_fixed_numbers_are_fixed_and_bounds_scale_by_load() -> None:
     assert found["Verify"]._deployment_config.autoscaling_config is None
     scaling = found["Draft"]._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (1, 4)
-    assert scaling.policy.policy_function == "cluster.scaling:LoadPolicy" or "LoadPolicy" in str(
-        scaling.policy.policy_function
-    )
+    assert scaling.policy.policy_function == "cluster.scaling.LoadPolicy"
+
+
+def test_an_embedded_store_is_refused_where_nobody_would_stop_it() -> None:
+    with pytest.raises(WealdError, match="embedded Redis ends with the command"):
+        build(MODEL | {"store": "embedded"})
 
 
 def test_a_verify_replica_is_a_group_of_one_bundle_for_each_rank() -> None:
