@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ray import serve
 from ray.serve import Application, Deployment
@@ -13,7 +13,7 @@ import weald
 from cluster.configuration import EMBEDDED, ClusterConfig, Draft, Gateway, Replicas, Resources, Verify, parse
 from cluster.draft import DraftReplica
 from cluster.gateway import GatewayReplica
-from cluster.planning import Node, verify_placement
+from cluster.planning import Node, can_surge, verify_placement
 from cluster.scaling import LoadPolicy
 from cluster.verify import VerifyReplica
 from services.types.errors import invalid
@@ -40,16 +40,18 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises:
         WealdError: `INVALID_ARGUMENT` when they are not right.
     """
-    return application(parse(args), ())
+    config = parse(args)
+    return application(config, config, ())
 
 
-def application(config: ClusterConfig, nodes: Sequence[Node]) -> Application:
+def application(config: ClusterConfig, before: ClusterConfig, nodes: Sequence[Node]) -> Application:
     """The application of a description, placed as the nodes allow.
 
     A deployment is given only what concerns it: what changes elsewhere does not replace its replicas.
 
     Args:
         config: the description.
+        before: what runs; itself, when nothing does.
         nodes: of the cluster; none: they are not known yet.
 
     Raises:
@@ -72,6 +74,8 @@ def application(config: ClusterConfig, nodes: Sequence[Node]) -> Application:
         }
     )
     for_gateway = common.model_copy(update={"gateway": config.gateway.model_copy(update={"replicas": 1})})
+    kinds: tuple[Literal["verify", "draft", "gateway"], ...] = ("verify", "draft", "gateway")
+    surge = {key: 100 if nodes and can_surge(key, before, config, nodes) else 0 for key in kinds}
     placement = verify_placement(config, nodes)
     each = config.verify.resources
     verify = _deployment(VerifyReplica, "Verify", for_verify).options(
@@ -80,16 +84,18 @@ def application(config: ClusterConfig, nodes: Sequence[Node]) -> Application:
         placement_group_bundle_label_selector=[dict(one) for one in placement.label_selectors],
         ray_actor_options=_actor(each, {}),
         **_number(config.verify.replicas),
+        max_surge_percent=surge["verify"],
     )
     draft = _deployment(DraftReplica, "Draft", for_draft).options(
         ray_actor_options=_actor(config.draft.resources, config.draft.resources.selector),
         **_number(config.draft.replicas),
+        max_surge_percent=surge["draft"],
     )
     gateway = _deployment(GatewayReplica, "Gateway", for_gateway).options(
         ray_actor_options=_actor(config.gateway.resources, config.gateway.resources.selector),
         num_replicas=config.gateway.replicas,
         max_ongoing_requests=config.gateway.max_concurrent_requests + config.gateway.max_queued_requests,
-        max_surge_percent=100,
+        max_surge_percent=surge["gateway"],
         user_config=config.model_dump(mode="json"),
     )
     return gateway.bind(for_gateway, draft.bind(for_draft), verify.bind(for_verify))
@@ -120,9 +126,8 @@ def _actor(each: Resources, selector: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _number(replicas: Replicas) -> dict[str, Any]:
-    surge = {"max_surge_percent": replicas.max_surge_percent}
     if replicas.min == replicas.max:
-        return {"num_replicas": replicas.min, **surge}
+        return {"num_replicas": replicas.min}
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
         policy_function=LoadPolicy,
         policy_kwargs={
@@ -144,4 +149,4 @@ def _number(replicas: Replicas) -> dict[str, Any]:
             downscale_delay_s=0,
             policy=policy,
         )
-    return {"autoscaling_config": scaling, **surge}
+    return {"autoscaling_config": scaling}

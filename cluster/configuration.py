@@ -76,8 +76,6 @@ class Replicas(_Part):
     """So long more replicas must be wanted before they come."""
     downscale_delay_s: Annotated[float, Field(ge=0)] = 60.0
     """So long fewer must do before some go."""
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 100
-    """So many more of them may run while new ones take over; 0, where there is no room: old ones go first."""
 
     @model_validator(mode="before")
     @classmethod

@@ -125,14 +125,15 @@ def deploy(config: ClusterConfig) -> str:
         config = config.model_copy(
             update={"gateway": config.gateway.model_copy(update={"port": free_port()})}
         )
-    found = nodes()
-    if wrong := asyncio.run(problems(config, found, running=NAME in serve.status().applications)):
+    found, running = nodes(), NAME in serve.status().applications
+    if wrong := asyncio.run(problems(config, found, running=running)):
         raise invalid("; ".join(wrong))
+    before = described() if running else config
     gateway = config.gateway
     # One address is told, so one proxy listens: that of the head.
     serve.start("HeadOnly", HTTPOptions(host=gateway.host, port=gateway.port))
     try:
-        serve.run(application(config, found), name=NAME, route_prefix="/")
+        serve.run(application(config, before, found), name=NAME, route_prefix="/")
     except (RuntimeError, RayServeException) as error:
         raise WealdError(ErrorCode.UNAVAILABLE, f"the replicas do not come up: {error}") from error
     url = f"http://{gateway.host}:{gateway.port}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from typing import Literal, Self
 
-from cluster.configuration import ClusterConfig, Resources
+from cluster.configuration import ClusterConfig, Replicas, Resources
 
 HELD = "held memory"
 """Stands among the amounts for bytes that a process fills, which Ray does not count."""
@@ -72,6 +72,36 @@ def refusals(
     short = {kind.key for shortage in shortages for kind in shortage.kinds}
     lost = _lost([kind for kind in kinds if kind.key not in short], nodes)
     return [*found, *(shortage.told() for shortage in shortages), *([lost.told()] if lost else [])]
+
+
+def can_surge(
+    key: Literal["verify", "draft", "gateway"],
+    before: ClusterConfig,
+    after: ClusterConfig,
+    nodes: Sequence[Node],
+) -> bool:
+    """Whether in an update a new replica can come before an old one goes: only where one more finds room.
+
+    A rule on the safe side: one that asks for something else than those before it comes after them.
+
+    Args:
+        key: of the kind, in the file.
+        before: what runs.
+        after: what is to run.
+        nodes: all there are.
+    """
+    old, new = getattr(before, key), getattr(after, key)
+    ranks = {one.verify.tensor_parallel_size for one in (before, after)}
+    if old.resources != new.resources or (key == "verify" and len(ranks) > 1):
+        return False
+    return not any(refusals(_with_one_more(key, config), nodes) for config in (before, after))
+
+
+def _with_one_more(key: str, config: ClusterConfig) -> ClusterConfig:
+    part = getattr(config, key)
+    most = part.replicas if isinstance(part.replicas, int) else part.replicas.max
+    more = most + 1 if isinstance(part.replicas, int) else Replicas(min=most + 1, max=most + 1)
+    return config.model_copy(update={key: part.model_copy(update={"replicas": more})})
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.configuration import ClusterConfig, parse
-from cluster.planning import Node, matches, refusals, verify_placement
+from cluster.planning import Node, can_surge, matches, refusals, verify_placement
 
 TYPE = "ray.io/accelerator-type"
 ZONES = st.sampled_from([None, "a", "b"])
@@ -275,3 +275,20 @@ def test_what_no_cluster_could_hold_is_refused_without_knowing_the_nodes() -> No
 def test_a_selector_means_the_nodes_that_ray_takes_it_for(wanted: str, meant: set[str | None]) -> None:
     types = ["L4", "H200", "A100", None]
     assert {type for type in types if matches({TYPE: wanted}, node(type=type).labels)} == meant
+
+
+def test_new_replicas_come_first_only_where_one_more_finds_room() -> None:
+    config = described(2, {"num_cpus": 1}, {"num_cpus": 0.5})
+    for cpus, first in ((2.5, set()), (3.0, {"draft"}), (4.5, {"verify", "draft"})):
+        nodes = [node(CPU=cpus)]
+        assert {key for key in ("verify", "draft") if can_surge(key, config, config, nodes)} == first
+    assert can_surge("gateway", config, config, [node(CPU=2.5)])
+
+
+def test_replicas_that_ask_for_something_else_come_after_those_before_them() -> None:
+    nodes = [node(CPU=100.0)]
+    config, wider = described(1), described(2)
+    assert can_surge("verify", config, config, nodes)
+    assert not can_surge("verify", config, wider, nodes)
+    assert can_surge("draft", config, wider, nodes)
+    assert not can_surge("draft", config, described(draft={"num_cpus": 2}), nodes)
