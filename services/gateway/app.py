@@ -142,7 +142,8 @@ LastEventId = Annotated[
 ]
 TraceParent = Annotated[str, Header(description="W3C trace context.")]
 _FAILS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+# Without a schema: tools disagree on whether it would be of the whole stream or of each event.
+_STREAM: dict[str, dict[str, Any]] = {"text/event-stream": {}}
 router = APIRouter(responses=_FAILS)
 
 

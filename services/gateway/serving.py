@@ -67,6 +67,8 @@ async def run(
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),
+                # The strictest parser, whichever others are installed.
+                http="h11",
                 lifespan="off",
                 ws="none",
                 log_config=None,
