@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.app import NAME, application
 from cluster.checking import problems
 from cluster.configuration import EMBEDDED, ClusterConfig, parse
-from cluster.planning import Node
+from cluster.planning import Node, steps
 from services.engine.ranks import free_port
 from services.sessions.embedded import embedded
 from services.types.errors import ErrorCode, WealdError, invalid
@@ -133,7 +133,8 @@ def deploy(config: ClusterConfig) -> str:
     # One address is told, so one proxy listens: that of the head.
     serve.start("HeadOnly", HTTPOptions(host=gateway.host, port=gateway.port))
     try:
-        serve.run(application(config, before, found), name=NAME, route_prefix="/")
+        for step in steps(before, config):
+            serve.run(application(step, before, found), name=NAME, route_prefix="/")
     except (RuntimeError, RayServeException) as error:
         raise WealdError(ErrorCode.UNAVAILABLE, f"the replicas do not come up: {error}") from error
     url = f"http://{gateway.host}:{gateway.port}"

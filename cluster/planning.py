@@ -104,6 +104,33 @@ def _with_one_more(key: str, config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={key: part.model_copy(update={"replicas": more})})
 
 
+def steps(before: ClusterConfig, after: ClusterConfig) -> list[ClusterConfig]:
+    """What to deploy one after the other: first what runs is replaced, then the numbers change.
+
+    Both at once, Serve would keep replicas until others are there that need their room.
+
+    Args:
+        before: what runs.
+        after: what is to run.
+    """
+    pairs = {
+        key: (getattr(before, key).replicas, getattr(after, key).replicas) for key in ("verify", "draft")
+    }
+    if all(old == new for old, new in pairs.values()):
+        return [after]
+    least = {key: min(old.min, new.min) for key, (old, new) in pairs.items()}
+    first = _numbered(after, least)
+    return [after] if first == _numbered(before, least) else [first, after]
+
+
+def _numbered(config: ClusterConfig, numbers: Mapping[str, int]) -> ClusterConfig:
+    parts = {
+        key: getattr(config, key).model_copy(update={"replicas": Replicas(min=number, max=number)})
+        for key, number in numbers.items()
+    }
+    return config.model_copy(update=parts)
+
+
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """Whether a node with these labels is one that a selector means, by Ray's rules.
 

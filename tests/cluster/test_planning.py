@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.configuration import ClusterConfig, parse
-from cluster.planning import Node, can_surge, matches, refusals, verify_placement
+from cluster.planning import Node, can_surge, matches, refusals, steps, verify_placement
 
 TYPE = "ray.io/accelerator-type"
 ZONES = st.sampled_from([None, "a", "b"])
@@ -292,3 +292,16 @@ def test_replicas_that_ask_for_something_else_come_after_those_before_them() -> 
     assert not can_surge("verify", config, wider, nodes)
     assert can_surge("draft", config, wider, nodes)
     assert not can_surge("draft", config, described(draft={"num_cpus": 2}), nodes)
+
+
+def test_replicas_are_replaced_before_their_number_changes() -> None:
+    one, two = described(replicas=(1, 1, 1)), described(replicas=(2, 1, 1))
+    assert steps(one, one) == [one]
+    assert steps(one, two) == [two], "nothing is replaced"
+    wider = described(2, replicas=(2, 1, 1))
+    assert steps(two, wider) == [wider], "the number is the same"
+    for before, after in ((one, wider), (wider, one)):
+        first, last = steps(before, after)
+        assert last == after
+        assert first.verify.replicas.min == first.verify.replicas.max == 1
+        assert first.verify.tensor_parallel_size == after.verify.tensor_parallel_size
