@@ -19,10 +19,10 @@ from services.local.models import load as load_models
 from services.types.sampling import SamplingParams
 from services.types.session import Session
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 PROMPT = "abcd"
 SEEDS = range(6)
-TOKENS = 300
+TOKENS = 160
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def test_a_target_whose_ranks_span_two_nodes_says_the_same(
         calling.more(6)
 
 
+@pytest.mark.timeout(1500)
 def test_streams_survive_hung_ranks_dead_groups_drafters_controllers_and_nodes(
     running: Any, tiny: Any, callers: Make, workers: Make
 ) -> None:
