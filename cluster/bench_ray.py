@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -21,14 +20,13 @@ from cluster.configuration import parse
 from cluster.launch import local
 from cluster.processes import RAYS_OWN, SERVICES, part, seconds, tree
 from services.bench.replicas import replica
-from services.bench.report import write_json
+from services.bench.report import resampled, write_json
 from services.sessions.embedded import embedded
 
 MODES = ("plain", "ray")
 SETTLE_S = 0.3
 """After an answer, for what is still written of it, before the other mode has its turn."""
 WITHIN_S = 120.0
-RESAMPLES = 10_000
 
 Answer = dict[str, Any]
 """`spent`: processor seconds by part; `wall_s`; `tokens`; `text`."""
@@ -202,13 +200,7 @@ def _cost(pairs: Sequence[Mapping[str, Answer]], names: Sequence[str]) -> dict[s
         / _per_token(pair["plain"], SERVICES)
         for pair in pairs
     ]
-    rng = random.Random(0)
-    means = sorted(statistics.fmean(rng.choices(shares, k=len(shares))) for _ in range(RESAMPLES))
-    return {
-        "mean": statistics.fmean(shares),
-        "low": means[int(0.025 * RESAMPLES)],
-        "high": means[int(0.975 * RESAMPLES)],
-    }
+    return resampled(shares)
 
 
 def _per_token(answer: Answer, names: Sequence[str]) -> float:

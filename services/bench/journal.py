@@ -1,8 +1,6 @@
 """`weald bench journal`: the processor time that keeping sessions in Redis costs, over all processes."""
 
 import asyncio
-import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from services.bench.replicas import replica, until_linked
-from services.bench.report import write_json
+from services.bench.report import resampled, write_json
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
 from services.sessions.embedded import embedded
@@ -25,7 +23,6 @@ from services.wire.clients import DraftClient
 
 SETTLE_S = 0.3
 """After an answer, for what the journal still writes of it."""
-RESAMPLES = 10_000
 STORES = ("memory", "redis")
 
 
@@ -144,13 +141,7 @@ def _cost(answers: Sequence[dict[str, dict[str, float]]], names: Sequence[str]) 
         / _seconds_of(pair["memory"], ("verify", "draft"))
         for pair in answers
     ]
-    rng = random.Random(0)
-    means = sorted(statistics.fmean(rng.choices(shares, k=len(shares))) for _ in range(RESAMPLES))
-    return {
-        "mean": statistics.fmean(shares),
-        "low": means[int(0.025 * RESAMPLES)],
-        "high": means[int(0.975 * RESAMPLES)],
-    }
+    return resampled(shares)
 
 
 def _seconds_of(answer: dict[str, float], names: Sequence[str]) -> float:

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import random
+import statistics
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 from rich.table import Table
+
+RESAMPLES = 10_000
 
 
 def environment() -> dict[str, Any]:
@@ -43,6 +47,17 @@ def write_json(file: Path, benchmark: str, settings: dict[str, Any], figures: di
     """Write what the benchmark's table shows, with its settings and the environment."""
     record = {"benchmark": benchmark, "environment": environment(), "settings": settings} | figures
     file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def resampled(values: Sequence[float]) -> dict[str, float]:
+    """Their mean, and the interval that 95 % of the means of resampled values lie in; always the same one."""
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return {
+        "mean": statistics.fmean(values),
+        "low": means[int(0.025 * RESAMPLES)],
+        "high": means[int(0.975 * RESAMPLES)],
+    }
 
 
 def figures_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:

@@ -109,8 +109,8 @@ class DraftService:
         return link.connected and link.fingerprint == self.fingerprint
 
     def counters(self) -> dict[str, int]:
-        """Since the start: trees drafted, sessions retired, handed over and recovered, tokens that went
-        through the head, and what the journal wrote and still has to write.
+        """Since the start: trees drafted and the time that took, sessions retired, handed over and recovered,
+        tokens that went through the head, and what the journal wrote and still has to write.
         """
         return {
             **self._thread.counters,

@@ -111,7 +111,7 @@ class VerifyService:
         return Load(len(scheduler), len(scheduler.waiting), self.verifier.pool.free_pages)
 
     def counters(self) -> dict[str, int]:
-        """Since the start: trees verified, stale and missed, preemptions, prefix hits, and so on.
+        """Since the start: steps, trees verified, stale and missed, preemptions, prefix hits, and so on.
 
         Of the nanoseconds in steps (`step_ns`: forming, computing, replying) those not in the target's
         forward (`forward_ns`) are what the model waits for Python; `loop_lag_ns` is the longest that the
