@@ -1,6 +1,7 @@
 """`weald bench scale`: load rises and falls, and each side gets the replicas that its own load asks for."""
 
 import asyncio
+import math
 import random
 import tempfile
 import time
@@ -46,6 +47,8 @@ STEADY_S = 4.0
 """A phase ends when the replicas have been as they should for so long."""
 LEAST_S, MOST_S = 10.0, 90.0
 """A phase lasts so long at least, and when the replicas do not become as they should, at most."""
+LAG_S = 10.0
+"""Between a load and what Serve makes of it, besides `UP_S`, at most."""
 ANSWER_S = 2.0
 REQUEST_S = 120.0
 _COLOURS = {ReplicaKind.DRAFT: "tab:green", ReplicaKind.VERIFY: "tab:blue"}
@@ -319,11 +322,18 @@ class Course:
             found.append(
                 f"{name}: there were to be {self.phase.draft} draft and {self.phase.verify} verify replicas"
             )
-        for kind in ReplicaKind:
-            wanted = [sample.sides[kind].wanted for sample in self.samples]
-            if any(after > max(before, getattr(self.phase, kind)) for before, after in pairwise(wanted)):
-                found.append(f"{name}: more {kind} replicas were wanted than its load asks for")
         return found
+
+
+def unasked(samples: Sequence[Sample]) -> list[str]:
+    """Where replicas of one side came that its own load had not asked for at any time of the last seconds."""
+    found = []
+    for kind, aimed in TARGET_LOAD.items():
+        for i, (before, after) in enumerate(pairwise(samples)):
+            latest = [one.sides[kind].load for one in samples[: i + 2] if one.at > after.at - UP_S - LAG_S]
+            if after.sides[kind].wanted > max(before.sides[kind].wanted, math.ceil(max(latest) / aimed)):
+                found.append(f"{after.at:.0f} s: a {kind} replica came that its load had not asked for")
+    return found
 
 
 def bench_scale(most: int, json_file: Path | None, plot: Path | None) -> bool:
@@ -346,6 +356,7 @@ def bench_scale(most: int, json_file: Path | None, plot: Path | None) -> bool:
         with local(_config(target, head, most)) as url:
             courses = asyncio.run(_run(url, texts))
     rows, problems = [course.row() for course in courses], [why for one in courses for why in one.problems()]
+    problems += unasked([sample for course in courses for sample in course.samples])
     if json_file:
         figures = {"rows": rows, "problems": problems, "samples": [_flat(one) for one in courses]}
         settings = {"phases": [asdict(phase) for phase in texts], "upscale_delay_s": UP_S}

@@ -177,7 +177,8 @@ def test_a_drafter_that_stands_still_holds_nobody_up_and_its_late_trees_hurt_nob
         async with reach(verifier.address, drafter.address) as services:
             before = await services.counters()
             counted: dict[str, int] = {}
-            for attempt in range(4):
+            # Whether a tree is on its way when the drafter is stopped is up to chance.
+            for attempt in range(20):
                 sessions = mixed(f"frozen {attempt}", 8, prompts=(2, 9, 17), tokens=(210, 230))
                 running = asyncio.create_task(crowd(services.drafter, sessions, hear, call, tiny))
                 start = await services.counters()
@@ -186,11 +187,11 @@ def test_a_drafter_that_stands_still_holds_nobody_up_and_its_late_trees_hurt_nob
                 drafter.process.send_signal(signal.SIGSTOP)
                 try:
                     frozen = await services.counters()
-                    await asyncio.sleep(1.2)
-                    thawed = await services.counters()
+                    async with asyncio.timeout(PATIENCE_S):
+                        while since(frozen, await services.counters()).get("plain_steps", 0) < 3:
+                            await asyncio.sleep(0.01)
                 finally:
                     drafter.process.send_signal(signal.SIGCONT)
-                assert since(frozen, thawed)["plain_steps"] > 0
                 await running
                 await services.idle()
                 counted = since(before, await services.counters())
