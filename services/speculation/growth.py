@@ -35,7 +35,7 @@ class Plan(Protocol):
         """Which proposals become candidates: indices into the `expanded * width` of this level."""
 
     def frontier(self, level: int, log_values: Tensor) -> Tensor:
-        """Which candidates of this level `[S, n]` the next one expands: indices `[S, f]`."""
+        """Which candidates of this level `[S, n]` the next one expands: indices `[S, f]`; none: the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,20 @@ class Candidates:
     parents: Tensor
     """Index of the parent candidate, -1 for children of the root, int64 `[S, C]`."""
     log_confidences: Tensor
-    """float32 `[S, C]`, at most 0."""
+    """float32 `[S, C]`, at most 0: those used for ranking."""
     log_values: Tensor
     """log V, float32 `[S, C]`; a child never exceeds its parent."""
+    raw: Tensor
+    """Log-confidences as the head gave them, float32 `[S, C]`."""
+
+
+Correct = Callable[[int, Tensor], Tensor]
+"""(level, log-confidences `[S, f, k]`) → the same as they should have been, monotone in each session."""
+
+
+def as_they_are(level: int, log_confidences: Tensor) -> Tensor:
+    """Confidences are what the head says."""
+    return log_confidences
 
 
 def most_likely(log_probs: Tensor, k: int) -> Tensor:
@@ -119,7 +130,12 @@ def most_likely(log_probs: Tensor, k: int) -> Tensor:
 
 
 def grow(
-    first: Tensor, expand: Expand, plan: Plan, vocabulary: Tensor, choose: Choose = most_likely
+    first: Tensor,
+    expand: Expand,
+    plan: Plan,
+    vocabulary: Tensor,
+    choose: Choose = most_likely,
+    correct: Correct = as_they_are,
 ) -> Candidates:
     """Grow one tree for each of S sessions.
 
@@ -129,25 +145,30 @@ def grow(
         plan: which nodes to expand and keep.
         vocabulary: target id of each draft token, int64 `[V]`.
         choose: how the children of a node are proposed.
+        correct: what is made of confidences.
     """
     sessions, device = first.shape[0], first.device
     log_probs = first[:, None]
     frontier = torch.full((sessions, 1), -1, device=device)
     frontier_values = first.new_zeros(sessions, 1)
-    grown: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    grown: list[tuple[Tensor, ...]] = []
     count = 0
     for level in range(1, plan.levels + 1):
         width = min(plan.width(level), log_probs.shape[-1])
         proposed = choose(log_probs, width)
-        log_c = log_probs.gather(-1, proposed).clamp(max=0)
+        raw = log_probs.gather(-1, proposed).clamp(max=0)
+        log_c = correct(level, raw)
         log_v = torch.minimum(frontier_values[..., None] + log_c, frontier_values[..., None])
         kept = plan.kept(level, proposed.shape[1], width).to(device)
-        tokens = vocabulary[proposed].flatten(1)[:, kept]
-        values = log_v.flatten(1)[:, kept]
-        grown.append((tokens, frontier[:, kept // width], log_c.flatten(1)[:, kept], values))
+        tokens, log_c, values, raw = (
+            column.flatten(1)[:, kept] for column in (vocabulary[proposed], log_c, log_v, raw)
+        )
+        grown.append((tokens, frontier[:, kept // width], log_c, values, raw))
         if level == plan.levels:
             break
         chosen = plan.frontier(level, values)
+        if not chosen.numel():
+            break
         log_probs = expand(tokens.gather(1, chosen), (kept // width)[chosen])
         frontier, frontier_values = chosen + count, values.gather(1, chosen)
         count += kept.numel()
@@ -164,12 +185,30 @@ def rerank(candidates: Candidates, nodes: int) -> Tensor:
     return order[:, :nodes].sort(dim=-1).values
 
 
-def flatten(candidates: Candidates, chosen: Tensor, roots: Sequence[int]) -> list[DraftTree]:
-    """The draft trees of the chosen candidates `[S, n]` below the given root tokens `[S]`."""
-    picked = (candidates.tokens, candidates.parents, candidates.log_confidences.exp())
-    rows = zip(roots, chosen.tolist(), *(column.gather(1, chosen).tolist() for column in picked), strict=True)
+def flatten(
+    candidates: Candidates, chosen: Tensor, roots: Sequence[int], least: Sequence[float] | None = None
+) -> list[DraftTree]:
+    """The draft trees of the chosen candidates.
+
+    Args:
+        candidates: of S sessions.
+        chosen: connected, indices `[S, n]`.
+        roots: root tokens `[S]`.
+        least: values `[S]`; what is worth less is left out. None leaves out nothing.
+    """
+    log_c, log_v = candidates.log_confidences, candidates.log_values
+    picked = (candidates.tokens, candidates.parents, log_c.exp(), log_v.exp())
+    columns = (column.gather(1, chosen).tolist() for column in picked)
     trees = []
-    for root, indices, tokens, parents, confidences in rows:
-        node_of = {-1: 0} | {index: node for node, index in enumerate(indices, 1)}
-        trees.append(DraftTree((root, *tokens), (-1, *(node_of[p] for p in parents)), (1.0, *confidences)))
+    bounds = least or [0.0] * len(roots)
+    for root, bound, *row in zip(roots, bounds, chosen.tolist(), *columns, strict=True):
+        kept = [node for node in zip(*row, strict=True) if node[-1] >= bound]
+        node_of = {-1: 0} | {index: node for node, (index, *_) in enumerate(kept, 1)}
+        trees.append(
+            DraftTree(
+                (root, *(token for _, token, *_ in kept)),
+                (-1, *(node_of[parent] for _, _, parent, *_ in kept)),
+                (1.0, *(confidence for *_, confidence, _ in kept)),
+            )
+        )
     return trees
