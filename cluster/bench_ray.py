@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cluster.configuration import parse
 from cluster.launch import local
 from cluster.processes import RAYS_OWN, SERVICES, part, seconds, tree
-from services.bench.replicas import replica
+from services.bench.replicas import WHOLE_TREES, replica
 from services.bench.report import resampled, write_json
 from services.sessions.embedded import embedded
 
@@ -96,7 +96,11 @@ def _plain(model: str, head: str | None, dtype: str) -> Iterator[tuple[_Deployme
         common = ("--model", model, "--port", 0, "--store", redis.file.as_uri())
         started = {
             name: stack.enter_context(replica(name, *common, *options))
-            for name, options in (("verify", exact), ("draft", (*exact, *heads)), ("gateway", ()))
+            for name, options in (
+                ("verify", exact),
+                ("draft", (*exact, *heads, *WHOLE_TREES)),
+                ("gateway", ()),
+            )
         }
         pids = {"redis": redis.process.pid} | {name: one.process.pid for name, one in started.items()}
         yield (
@@ -111,7 +115,9 @@ def _plain(model: str, head: str | None, dtype: str) -> Iterator[tuple[_Deployme
 @contextmanager
 def _on_ray(model: str, head: str | None, dtype: str, others: Sequence[int]) -> Iterator[_Deployment]:
     """The same on a Ray of this process; `others` are processes of this one that do not belong to it."""
-    described = {"model": model, "speculative_model": head, "dtype": dtype, "gateway": {"port": 0}}
+    whole = {"speculative_budget": 60, "speculative_num_steps": 6}
+    described = {"model": model, "speculative_model": head, "dtype": dtype, "draft": whole}
+    described |= {"gateway": {"port": 0}}
     with local(parse(described)) as url:
         yield _Deployment(url, lambda: {pid: part(pid) for pid in tree(os.getpid(), others)})
 

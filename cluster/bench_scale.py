@@ -113,7 +113,7 @@ def _config(target: Path, head: Path, most: int) -> ClusterConfig:
                 "replicas": replicas(ReplicaKind.VERIFY),
             },
             "draft": {
-                "speculative_num_draft_tokens": 8,
+                "speculative_budget": 8,
                 "speculative_eagle_topk": 3,
                 "speculative_num_steps": 3,
                 "kv_cache_memory": "16MiB",

@@ -260,7 +260,7 @@ def _check_cache(config: ClusterConfig, target: _Target, head: _Head | None, fou
         )
     if head:
         page = PAGE_SIZE * head.token_numbers * _itemsize(config, draft.resources)
-        needed = pages_for(draft.speculative_num_steps * draft.speculative_eagle_topk)
+        needed = pages_for(draft.config.levels * draft.config.beam)
         if draft.kv_cache_memory < needed * page:
             found.append(
                 f"draft.kv_cache_memory: {_size(draft.kv_cache_memory)} do not hold one tree, which needs "

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.cli.options import Authority, Certificate, Key
+from services.cli.options import Authority, Certificate, Key, size
 from services.types.errors import invalid
 from services.types.replica import ReplicaKind
 
@@ -43,9 +43,9 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, _over("verify", "Tokens of one target step.")] = None,
     kv_cache_memory: Annotated[str | None, _over("verify", "Memory of each rank, like 60GiB.")] = None,
     verify_replicas: Annotated[int | None, _over("verify", "Verify replicas.")] = None,
-    speculative_num_draft_tokens: Annotated[int | None, _over("draft", "Nodes of a tree.")] = None,
+    speculative_budget: Annotated[str | None, _over("draft", "Nodes of a tree, or auto.")] = None,
     speculative_eagle_topk: Annotated[int | None, _over("draft", "Nodes expanded per level.")] = None,
-    speculative_num_steps: Annotated[int | None, _over("draft", "Levels of a tree.")] = None,
+    speculative_num_steps: Annotated[str | None, _over("draft", "Levels of a tree, or auto.")] = None,
     draft_replicas: Annotated[int | None, _over("draft", "Draft replicas.")] = None,
 ) -> None:
     """Serve on Ray: draft, verify and gateway from one description; with --address it stays there.
@@ -74,9 +74,9 @@ def serve(
                 "replicas": verify_replicas,
             },
             "draft": {
-                "speculative_num_draft_tokens": speculative_num_draft_tokens,
+                "speculative_budget": size(speculative_budget) if speculative_budget else None,
                 "speculative_eagle_topk": speculative_eagle_topk,
-                "speculative_num_steps": speculative_num_steps,
+                "speculative_num_steps": size(speculative_num_steps) if speculative_num_steps else None,
                 "replicas": draft_replicas,
             },
             "gateway": {"served_model_name": served_model_name, "host": host, "port": port},
@@ -190,5 +190,7 @@ def demo() -> None:
     from cluster.launch import local
     from services.cli.demo import MODEL, compare
 
-    service = local(parse({"model": MODEL, "gateway": {"port": 0}}))
+    # Trees are to be seen in every round, whether or not they pay on this machine.
+    whole = {"speculative_budget": 60, "speculative_num_steps": 6}
+    service = local(parse({"model": MODEL, "draft": whole, "gateway": {"port": 0}}))
     compare(service, MODEL, Console(highlight=False))

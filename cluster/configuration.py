@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from services.cli.options import memory_size
-from services.types.configuration import DraftConfig, TreeShape, VerifyLimits
+from services.types.configuration import DraftConfig, TreeShape, VerifyLimits, sized
 from services.types.errors import WealdError, invalid
 
 EMBEDDED = "embedded"
@@ -112,9 +112,9 @@ class Draft(_Part):
     """Draft replicas."""
 
     tree: TreeShape = DraftConfig().shape
-    speculative_num_draft_tokens: int = DraftConfig().budget
+    speculative_budget: int | Literal["auto"] = "auto"
     speculative_eagle_topk: int = DraftConfig().beam
-    speculative_num_steps: int = DraftConfig().levels
+    speculative_num_steps: int | Literal["auto"] = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     kv_cache_memory: Size = 2**28
     """Of the head's keys and values."""
@@ -124,11 +124,8 @@ class Draft(_Part):
     @property
     def config(self) -> DraftConfig:
         """Sizes of the trees. Raises `WealdError(INVALID_ARGUMENT)` when one is out of range."""
-        return DraftConfig(
-            self.tree,
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_num_draft_tokens,
+        return sized(
+            self.tree, self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_budget
         )
 
 

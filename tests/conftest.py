@@ -223,7 +223,7 @@ class Oracle:
         self._told[id] = 0
         return 0
 
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Any = None) -> list[DraftTree]:
         """A random tree for each session; all features below the pending token must have come."""
         assert all(self._told[id] == self.known[id] - 1 for id in ids)
         return [self._tree(id) for id in ids]

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from services.bench.questions import PROMPTS
+from services.bench.replicas import WHOLE_TREES
 from services.bench.report import write_json
 from services.bench.stages import STAGES, Moment
 from services.bench.streams import Stream, Text, account, heard_all, undisturbed
@@ -446,7 +447,7 @@ def bench_chaos(
     texts = _texts(load(target, drafting, speculative=False, device="cpu", dtype=exact), seed, max_tokens)
     named = ("--model", target, "--dtype", exact, *(() if model else ("--kv-cache-memory", "16MiB")))
     verify = (*named, "--expiry", EXPIRY_S)
-    draft = (*named, "--speculative-model", drafting)
+    draft = (*named, "--speculative-model", drafting, *WHOLE_TREES)
     with _logged(directory / "chaos.log"), _bar(seconds) as progress:
         chaos, orphans = asyncio.run(_run(directory, verify, draft, texts, seed, streams, seconds, progress))
     figures = _figures(chaos, orphans)

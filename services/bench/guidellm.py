@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
-from services.bench.replicas import replica
+from services.bench.replicas import WHOLE_TREES, replica
 from services.bench.report import figures_table, write_json
 from services.engine.names import find_text
 from services.types.errors import ErrorCode, WealdError, invalid
@@ -44,7 +44,9 @@ def bench_guidellm(model: str, requests: int, guidellm: str, json_file: Path | N
     rows = []
     with (
         replica("verify", "--model", model, "--port", 0) as verifier,
-        replica("draft", "--model", model, "--port", 0, "--verify", verifier.address) as drafter,
+        replica(
+            "draft", "--model", model, *WHOLE_TREES, "--port", 0, "--verify", verifier.address
+        ) as drafter,
         replica("gateway", "--model", model, "--port", 0, "--endpoint", drafter.address) as gateway,
         tqdm(total=len(STREAMS) * len(MODES), desc="bench guidellm", unit="run") as bar,
     ):

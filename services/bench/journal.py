@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from services.bench.replicas import replica, until_linked
+from services.bench.replicas import WHOLE_TREES, replica, until_linked
 from services.bench.report import resampled, write_json
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
@@ -43,9 +43,10 @@ def bench_journal(
         tempfile.TemporaryDirectory() as directory,
         embedded(Path(directory)) as redis,
         replica("verify", *named, threads=1) as verifier,
-        replica("draft", *named, *heads, "--verify", verifier.address, threads=1) as plain,
+        replica("draft", *named, *heads, *WHOLE_TREES, "--verify", verifier.address, threads=1) as plain,
         replica(
-            *("draft", *named, *heads, "--verify", verifier.address, "--store", redis.file.as_uri()),
+            *("draft", *named, *heads, *WHOLE_TREES),
+            *("--verify", verifier.address, "--store", redis.file.as_uri()),
             threads=1,
         ) as kept,
     ):

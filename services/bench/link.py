@@ -247,6 +247,9 @@ class _Instant:
     def load(self) -> Load:
         return Load()
 
+    def cost(self) -> dict[int, float]:
+        return {}
+
     def counters(self) -> dict[str, int]:
         return {}
 

@@ -18,6 +18,8 @@ from services.types.errors import ErrorCode, WealdError
 from services.wire.clients import DraftClient
 
 WEALD = "from services.cli.app import app; app()"
+WHOLE_TREES = ("--speculative-budget", 60, "--speculative-num-steps", 6)
+"""Of a draft replica: the paper's trees, in every round, whether they pay or not."""
 STOP_S = 60.0
 READY_S = 60.0
 WITHIN_S = 5.0

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from services.bench.replicas import WITHIN_S, both_services, until_linked
+from services.bench.replicas import WHOLE_TREES, WITHIN_S, both_services, until_linked
 from services.bench.report import write_json
 from services.engine.checkpoints import resolve
 from services.gateway.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ def bench_turns(
     """Start both services and let a chat have two turns, the first of about so many tokens."""
     tokenizer = Tokenizer.load(resolve(model))
     long = {"role": "user", "content": STORY * (tokens // len(tokenizer.encode(STORY)))}
-    with both_services(model, head, dtype) as (verifier, drafter):
+    with both_services(model, head, dtype, *WHOLE_TREES) as (verifier, drafter):
         rows = asyncio.run(_measure(verifier.address, drafter.address, tokenizer, long, max_tokens))
     if json_file:
         write_json(

@@ -22,8 +22,9 @@ from services.cli.options import (
     memory_size,
     mutual_tls,
     placed_at,
+    size,
 )
-from services.types.configuration import DraftConfig, TreeShape
+from services.types.configuration import DraftConfig, TreeShape, sized
 from services.types.errors import invalid
 
 _DRAFT = DraftConfig()
@@ -51,11 +52,15 @@ def draft(
     tree: Annotated[
         TreeShape, typer.Option(help="Trees of calls that ask for none.", metavar="SHAPE")
     ] = _DRAFT.shape,
-    speculative_num_draft_tokens: Annotated[
-        int, typer.Option(help="Nodes of a tree, root included.")
-    ] = _DRAFT.budget,
-    speculative_eagle_topk: Annotated[int, typer.Option(help="Nodes expanded per level.")] = _DRAFT.beam,
-    speculative_num_steps: Annotated[int, typer.Option(help="Levels of a tree.")] = _DRAFT.levels,
+    speculative_budget: Annotated[
+        str, typer.Option(metavar="auto|N", help="Nodes of a tree, root included; auto: what pays.")
+    ] = "auto",
+    speculative_eagle_topk: Annotated[
+        int, typer.Option(help="Nodes expanded per level at most.")
+    ] = _DRAFT.beam,
+    speculative_num_steps: Annotated[
+        str, typer.Option(metavar="auto|N", help="Levels of a tree; auto: what pays.")
+    ] = "auto",
     drain: Drain = 30.0,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
@@ -65,7 +70,7 @@ def draft(
     if not verify and store == MEMORY:
         raise invalid("name verify replicas with --verify, or the store that lists them with --store")
     place = placed_at(host, port, advertise, drain, store)
-    config = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
+    config = sized(tree, size(speculative_num_steps), speculative_eagle_topk, size(speculative_budget))
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
 

@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.cli.options import Authority, Certificate, Device, Dtype, Key, Model, mutual_tls, shared
+from services.cli.options import (
+    Authority,
+    Certificate,
+    Device,
+    Dtype,
+    Key,
+    Model,
+    mutual_tls,
+    shared,
+    size,
+)
 from services.cli.show_tree import draw_round
-from services.types.configuration import DraftConfig, TreeShape
+from services.types.configuration import DraftConfig, Priority, TreeShape, sized
 from services.types.errors import invalid
 from services.types.messages import Call, Moved
 from services.types.sampling import SEED_BITS, SamplingParams
@@ -91,15 +101,18 @@ def generate(
     tree: Annotated[
         TreeShape, _speculation("Shape of the trees: dynamic, static or chain.", metavar="SHAPE")
     ] = _DRAFT.shape,
-    speculative_num_draft_tokens: Annotated[
-        int, _speculation("Nodes of a dynamic tree, root included.")
-    ] = _DRAFT.budget,
+    speculative_budget: Annotated[
+        str, _speculation("Nodes of a dynamic tree, root included; auto: what pays.", metavar="auto|N")
+    ] = "auto",
     speculative_eagle_topk: Annotated[
-        int, _speculation("Nodes that a dynamic tree expands per level, and children of each.")
+        int, _speculation("Nodes that a dynamic tree expands per level at most, and children of each.")
     ] = _DRAFT.beam,
     speculative_num_steps: Annotated[
-        int, _speculation("Levels of a dynamic tree or a chain.")
-    ] = _DRAFT.levels,
+        str, _speculation("Levels of a dynamic tree or a chain; auto: what pays.", metavar="auto|N")
+    ] = "auto",
+    priority: Annotated[
+        Priority, _speculation("What counts where sessions compete for the target.", metavar="PRIORITY")
+    ] = Priority.NORMAL,
     as_json: Annotated[bool, _output("Print one JSON object and nothing else.", "--json")] = False,
     show_tree: Annotated[bool, _output("Draw each round's draft tree.", "--show-tree")] = False,
     tls_certificate: Certificate = None,
@@ -125,7 +138,7 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
     )
-    draft = DraftConfig(tree, speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
+    draft = sized(tree, size(speculative_num_steps), speculative_eagle_topk, size(speculative_budget))
     if prompt is None or prompt == "-":
         prompt = "" if cursor else _standard_input()
 
@@ -142,7 +155,7 @@ def generate(
         tokenizer = tokenizer_of(model)
         prompt_ids = () if cursor else _prompt(tokenizer, prompt, chat)
         session = cursor.session if cursor else uuid.uuid4().hex
-        call = Call(session, prompt_ids, (), params, speculating, draft, want_trees=True)
+        call = Call(session, prompt_ids, (), params, speculating, draft, want_trees=True, priority=priority)
         used, steps = generated(found(endpoint or (), store, model, tls), call, timeout, cursor)
     else:
         from services.local.models import load

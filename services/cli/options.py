@@ -64,6 +64,20 @@ def memory_size(text: str) -> int:
         raise invalid(f"{text!r} is no size of memory; write one like 512MiB or 20GiB") from error
 
 
+def size(text: str) -> int | Literal["auto"]:
+    """A number of nodes or levels, or `auto`.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when it is neither.
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError as error:
+        raise invalid(f"{text!r} is no size of a tree; write auto or a number") from error
+
+
 def mutual_tls(certificate: Path | None, key: Path | None, authority: Path | None) -> "Tls | None":
     """The files of mutual TLS, or None when none is named.
 

@@ -1,7 +1,8 @@
 """The drafter: extends the head with true features, grows draft trees and reranks them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,20 @@ from torch import Tensor
 from services.engine.attention import Batch, Segment, causal_segment
 from services.engine.head import EagleHead
 from services.engine.pages import PAGE_SIZE, PagePool, extend_keys
-from services.speculation.growth import Candidates, Choose, Plan, flatten, grow, most_likely, rerank
+from services.speculation.adaptive import AdaptivePlan, Reach
+from services.speculation.calibration import Calibration, observations
+from services.speculation.cost import Cost
+from services.speculation.growth import (
+    Candidates,
+    Choose,
+    Correct,
+    Plan,
+    as_they_are,
+    flatten,
+    grow,
+    most_likely,
+    rerank,
+)
 from services.speculation.shapes import plan_for
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import ErrorCode, WealdError, invalid
@@ -17,6 +31,22 @@ from services.types.tree import DraftTree
 
 EXTEND_CHUNK = 512
 """Entries of one session that enter one head pass."""
+SLACK = 0.5
+"""Nodes are sent down to this part of the price: it may have fallen when they arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the verifier says of a session's next tree."""
+
+    price: float = 0.0
+    """Value that a node must have to be worth verifying."""
+    pace: float = 0.0
+    """Tokens per second that the session makes meanwhile."""
+
+
+FREE = Terms()
+"""Whatever is grown is welcome."""
 
 
 @dataclass(slots=True)
@@ -41,6 +71,9 @@ class _Drafting:
     entries: int
     blocks: list[Tensor] = field(default_factory=list)
     """Features of the positions [entries, told) in consecutive blocks `[n, H]`."""
+    temperature: float = 0.0
+    proposed: DraftTree | None = None
+    """The last tree, with the head's own confidences."""
     root: Tensor | None = None
     """The feature predicted by the last true entry, for the pending token's position, `[H]`."""
     retired: bool = False
@@ -73,18 +106,26 @@ class Drafter:
         self.config = config
         self.tokens_forwarded = 0
         """True entries that went through the head; those found in the cache did not."""
+        self.passes = Cost()
+        """What a head pass over growing trees takes, by its rows."""
+        self.calibration = Calibration()
+        """What the head's confidences have been worth."""
+        self._reach = Reach()
         self._choose = choose
         self.pool = PagePool(num_pages, page_size)
         self._cache = head.new_cache(num_pages, page_size)
         self._sessions: dict[str, _Drafting] = {}
 
-    def open(self, id: str, tokens: Sequence[int], config: DraftConfig | None = None) -> int:
+    def open(
+        self, id: str, tokens: Sequence[int], config: DraftConfig | None = None, temperature: float = 0.0
+    ) -> int:
         """Begin a session; true entries of the same tokens are taken from the cache as far as it has them.
 
         Args:
             id: the session's id.
             tokens: committed tokens `x[0..L]`, the prompt first.
             config: the trees of this session; None for the drafter's own.
+            temperature: at which the target draws.
 
         Returns:
             The first position whose feature is needed; `advance` tells it and those behind it. It is at most
@@ -106,7 +147,9 @@ class Drafter:
         pages = self.pool.match(keys[: max(0, len(rest) - 1) // size])
         config = config or self.config
         entries = len(pages) * size
-        self._sessions[id] = _Drafting(config, plan_for(config), origin[0], rest, keys, pages, entries)
+        plan = plan_for(config)
+        state = _Drafting(config, plan, origin[0], rest, keys, pages, entries, temperature=temperature)
+        self._sessions[id] = state
         return entries
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
@@ -135,8 +178,12 @@ class Drafter:
         return self._session(id).ready
 
     @torch.inference_mode()
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Mapping[str, Terms] | None = None) -> list[DraftTree]:
         """One draft tree for each session: extend, grow, rerank.
+
+        Args:
+            ids: sessions that are ready.
+            terms: of those whose trees are adaptive; absent ones are `FREE`.
 
         Raises:
             WealdError: before anything is computed, `UNKNOWN_SESSION`, `INVALID_ARGUMENT` for a session that
@@ -150,8 +197,29 @@ class Drafter:
             alike.setdefault(state.config, []).append(id)
         trees: dict[str, DraftTree] = {}
         for members in alike.values():
-            trees.update(zip(members, self._grow([sessions[id] for id in members]), strict=True))
+            told = [(terms or {}).get(id, FREE) for id in members]
+            trees.update(zip(members, self._grow([sessions[id] for id in members], told), strict=True))
         return [trees[id] for id in ids]
+
+    def learn(self, id: str, nodes: int, accepted: Sequence[int]) -> int:
+        """Take in what became of a session's last tree, where its text goes on.
+
+        Args:
+            id: the session's id.
+            nodes: bit i is set when node i was verified.
+            accepted: indices of the accepted nodes, root excluded, from the root down.
+
+        Returns:
+            How many nodes the target decided on.
+        """
+        state = self._session(id)
+        if state.proposed is None:
+            return 0
+        tree, decided = state.proposed, observations(state.proposed, nodes, accepted, finished=False)
+        for node, was in decided:
+            level, confidence = tree.depths[node], tree.confidences[node]
+            self.calibration.observe(state.temperature, level, confidence, was)
+        return len(decided)
 
     def retire(self, id: str) -> None:
         """Free the pages and features of a session for good; it stays open, but never becomes ready again.
@@ -222,14 +290,28 @@ class Drafter:
         for page in range(before // size, state.entries // size):
             self.pool.register(state.pages[page], state.keys[page])
 
-    def _grow(self, sessions: Sequence[_Drafting]) -> list[DraftTree]:
+    def _grow(self, sessions: Sequence[_Drafting], terms: Sequence[Terms]) -> list[DraftTree]:
         """Grow and rerank the trees of sessions of one configuration."""
         config, plan = sessions[0].config, sessions[0].plan
+        if config.adaptive_levels and config.shape is TreeShape.DYNAMIC:
+            pace = sum(each.pace for each in terms)
+            prices = [each.price for each in terms]
+            plan = AdaptivePlan(config.levels, config.beam, prices, pace, self.passes, self._reach)
+        least = [SLACK * each.price if config.adaptive_budget else 0.0 for each in terms]
         roots = torch.stack([state.root for state in sessions if state.root is not None])
         scratch = _Scratch(self, sessions, roots)
         first = self.head.log_probs(roots)
-        candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose)
-        return flatten(candidates, _rerank(candidates, config), [state.tokens[-1] for state in sessions])
+        correct: Correct = as_they_are
+        if config.adaptive_budget:
+            correct = partial(self.calibration.correct, [state.temperature for state in sessions])
+        candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose, correct)
+        chosen, tokens = _rerank(candidates, config), [state.tokens[-1] for state in sessions]
+        trees = flatten(candidates, chosen, tokens, least)
+        asked = replace(candidates, log_confidences=candidates.raw)
+        raw = flatten(asked, chosen, tokens, least) if config.adaptive_budget else trees
+        for state, tree in zip(sessions, raw, strict=True):
+            state.proposed = tree
+        return trees
 
     def forward(self, features: Tensor, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
         """One head pass over flat rows `[N, H]`, `[N]`: the predicted features `[N, H]`."""

@@ -15,6 +15,7 @@ from services.draft.thread import DraftThread
 from services.sessions.journal import Journal
 from services.sessions.routing import route
 from services.sessions.store import Store
+from services.speculation.calibration import Band
 from services.types.errors import ErrorCode, WealdError, incompatible, invalid
 from services.types.messages import (
     Call,
@@ -25,6 +26,7 @@ from services.types.messages import (
     Features,
     Finished,
     Moved,
+    Reliability,
     Replies,
     Reply,
     Response,
@@ -119,6 +121,16 @@ class DraftService:
             "journal_backlog_tokens": self._journal.backlog,
             "tokens_forwarded": self.drafter.tokens_forwarded,
         }
+
+    def reliability(self) -> list[Reliability]:
+        """What the head's confidences have been worth, in each band of temperature that there has been."""
+        told = []
+        for band in Band:
+            if bins := self.drafter.calibration.bins(band):
+                columns = ((b.count, b.confidence, b.accepted) for b in bins)
+                error = self.drafter.calibration.error(band)
+                told.append(Reliability(band, error, *zip(*columns, strict=True)))
+        return told
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new calls, ask callers to leave, serve those that stay; whether all ended in time."""

@@ -49,5 +49,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             free_pages=service.drafter.pool.free_pages,
             verifiers={address: service.serves(link) for address, link in service.links.items()},
             counters=service.counters(),
+            cost=dict(service.drafter.passes.curve()),
+            reliability=tuple(service.reliability()),
         )
         return convert.draft_status_to_proto(status)

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from services.draft.drafter import Drafter
+from services.draft.drafter import Drafter, Terms
 from services.draft.generating import Generating, Opening
 from services.draft.link import VerifyLink
 from services.engine.transfer import from_block
@@ -26,6 +26,9 @@ from services.types.messages import (
 )
 from services.types.tree import DraftTree
 
+_JUDGED = 1000
+"""After so many nodes decided it is looked at whether head and target belong together."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +39,7 @@ class DraftThread:
         self.counters: Counter[str] = Counter()
         self.pass_began: float | None = None
         """When the present trees were begun, `time.monotonic()`; None between."""
+        self._judged = False
         self._drafter = drafter
         self._fingerprint = fingerprint
         self._wanting: dict[Generating, Reply] = {}
@@ -84,6 +88,7 @@ class DraftThread:
                 case Features():
                     self._tell(generating.id, (), message.block)
                 case Reply():
+                    self._learn(generating, message)
                     self._tell(generating.id, message.outcome.tokens, message.features)
                     self._wanting.pop(generating, None)
                     if message.wanted:
@@ -96,14 +101,26 @@ class DraftThread:
     def _open(self, generating: Generating, opening: Opening) -> None:
         """Open a session at its verify replica, the first one or another."""
         call, session = generating.call, opening.session
-        cached = self._drafter.open(session.id, session.tokens, call.draft) if call.speculative else 0
+        temperature, cached = session.params.temperature, 0
+        if call.speculative:
+            cached = self._drafter.open(session.id, session.tokens, call.draft, temperature)
         from_ = cached if call.speculative else len(session.tokens)
         if generating.opened is None:
             generating.cached = cached
             self._post(generating, Started(session.id, session.seed, cached, opening.link.address))
         generating.opened, generating.tree, generating.retired = opening, None, False
+        config = call.draft or self._drafter.config
         opening.link.send(
-            Open(session, opening.epoch, self._fingerprint, call.speculative, from_, call.traceparent)
+            Open(
+                session,
+                opening.epoch,
+                self._fingerprint,
+                call.speculative,
+                from_,
+                call.traceparent,
+                config.adaptive_budget,
+                call.priority,
+            )
         )
 
     def _close(self, generating: Generating, message: Close) -> None:
@@ -111,6 +128,17 @@ class DraftThread:
         self._drafter.close(generating.id)
         if generating.opened:
             generating.opened.link.send(message)
+
+    def _learn(self, generating: Generating, reply: Reply) -> None:
+        """Compare what the last tree promised with what it brought; a head that is badly off is reported."""
+        if reply.nodes == 1 or not generating.tree:
+            return
+        drafter, before = self._drafter, self.counters["nodes_decided"]
+        self.counters["nodes_decided"] += drafter.learn(generating.id, reply.nodes, reply.outcome.accepted)
+        due = before // _JUDGED < self.counters["nodes_decided"] // _JUDGED
+        if due and not self._judged and (judgement := drafter.calibration.badly_off()):
+            self._judged = True
+            _log.warning("%s", judgement)
 
     def _tell(self, id: str, tokens: Sequence[int], block: FeatureBlock | None) -> None:
         embedding = self._drafter.head.embedding
@@ -145,7 +173,8 @@ class DraftThread:
         while True:
             drafting = [generating for generating in wanting if not generating.retired]
             try:
-                trees = self._drafter.propose([generating.id for generating in drafting])
+                terms = {g.id: Terms(reply.price, reply.pace) for g, reply in wanting.items()}
+                trees = self._drafter.propose([generating.id for generating in drafting], terms)
                 break
             except WealdError as error:
                 if error.code is not ErrorCode.RESOURCE_EXHAUSTED:

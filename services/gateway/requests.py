@@ -15,6 +15,7 @@ from services.gateway.schemas import (
     Message,
 )
 from services.gateway.tokenizer import Tokenizer
+from services.types.configuration import Priority
 from services.types.errors import invalid
 from services.types.messages import Call
 from services.types.sampling import SEED_BITS, SamplingParams
@@ -92,6 +93,7 @@ def job_of(
             params=replace(params, seed=choice_seed(seed, choice)),
             speculative=request.speculative is not False,
             traceparent=traceparent,
+            priority=Priority(request.priority or Priority.NORMAL),
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)

@@ -215,6 +215,8 @@ class _Sampling(_Request):
     stream_options: StreamOptions | None = None
     speculative: bool | None = None
     """False: plain steps, the same text."""
+    priority: Literal["latency", "throughput", 0] | None = None
+    """What counts where requests compete for the target's time, 0 and None: neither; the text is the same."""
     weald: bool | None = None
     """Whether the answer tells what its rounds did."""
 
@@ -250,7 +252,6 @@ class _Sampling(_Request):
     truncate_prompt_tokens: Refused = None
     return_token_ids: Annotated[None, _NotYet((False,))] = None
     return_tokens_as_token_ids: Annotated[None, _NotYet((False,))] = None
-    priority: Annotated[None, _NotYet((0,))] = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:

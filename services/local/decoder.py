@@ -1,12 +1,15 @@
 """Drafter and verifier linked in one process: the plain twin of every fast path."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from services.draft.drafter import Terms
+from services.speculation.budget import Budget, Offer, Prospect
+from services.speculation.forest import Entry, rank
 from services.types.outcome import Outcome
 from services.types.session import Session
 from services.types.tree import DraftTree
@@ -22,7 +25,7 @@ class TreeSource(Protocol):
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
         """Tell tokens that were committed since, and the features of further positions."""
 
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Mapping[str, Terms] | None = None) -> list[DraftTree]:
         """One tree for each session, when all features below its pending token are there."""
 
     def close(self, id: str) -> None:
@@ -42,59 +45,111 @@ class Step:
     """Seconds the verifier took, for all sessions of the step."""
 
 
-def decode(verifier: Verifier, drafter: TreeSource | None, sessions: Sequence[Session]) -> Iterator[Step]:
+@dataclass(slots=True)
+class _Decoding:
+    """A session that goes on."""
+
+    pending: int
+    """Its pending token."""
+    offer: Offer
+    prospect: Prospect = field(default_factory=Prospect)
+
+
+def decode(
+    verifier: Verifier,
+    drafter: TreeSource | None,
+    sessions: Sequence[Session],
+    budget: Budget | None = None,
+) -> Iterator[Step]:
     """Decode sessions in one batch, round after round, until each is finished.
 
-    Without a drafter every step is a plain one. Leaving the iterator early closes what is open.
+    Without a drafter every step is a plain one; with a budget, trees and their nodes have to be worth their
+    time. Leaving the iterator early closes what is open.
 
     Raises:
         WealdError: as `Verifier.open` does; nothing stays open.
     """
     opened: list[str] = []
-    pending: dict[str, int] = {}
+    going: dict[str, _Decoding] = {}
+    first = Offer(drafter is not None and budget is None, 0.0, 0.0)
     try:
         for session in sessions:
             started = time.perf_counter()
-            first = verifier.open(session)
+            result = verifier.open(session)
             opened.append(session.id)
-            yield Step(session.id, None, first.outcome, 0.0, time.perf_counter() - started)
-            if first.outcome.finish:
+            yield Step(session.id, None, result.outcome, 0.0, time.perf_counter() - started)
+            if result.outcome.finish:
                 continue
-            known = (*session.tokens, *first.outcome.tokens)
+            known = (*session.tokens, *result.outcome.tokens)
             needed = drafter.open(session.id, known) if drafter else 0
-            pending[session.id] = known[-1]
+            going[session.id] = _Decoding(known[-1], first)
             if drafter:
-                drafter.advance(session.id, (), first.features[needed:])
-        while pending:
+                drafter.advance(session.id, (), result.features[needed:])
+        while going:
             started = time.perf_counter()
-            trees = _propose(drafter, pending)
+            proposed = _propose(drafter, going)
             drafted = time.perf_counter()
+            trees = _worth(budget, proposed)
             results = verifier.verify(trees)
-            verified = time.perf_counter()
+            ended = time.perf_counter()
+            if drafter and budget:
+                _account(budget, going, proposed, trees, results, (started, drafted, ended))
             for id, result in results.items():
-                _advance(drafter, pending, id, result)
-                yield Step(id, trees[id], result.outcome, drafted - started, verified - drafted)
+                _advance(drafter, going, id, result)
+                yield Step(id, trees[id], result.outcome, drafted - started, ended - drafted)
     finally:
         for id in opened:
             verifier.close(id)
-        for id in pending:
+        for id in going:
             if drafter:
                 drafter.close(id)
 
 
-def _propose(drafter: TreeSource | None, pending: dict[str, int]) -> dict[str, DraftTree]:
-    if drafter is None:
-        return {id: DraftTree.root(token) for id, token in pending.items()}
-    return dict(zip(pending, drafter.propose(list(pending)), strict=True))
+def _propose(drafter: TreeSource | None, going: Mapping[str, _Decoding]) -> dict[str, DraftTree]:
+    trees = {id: DraftTree.root(session.pending) for id, session in going.items()}
+    wanting = {id: Terms(s.offer.price, s.offer.pace) for id, s in going.items() if s.offer.wanted}
+    if drafter and wanting:
+        trees.update(zip(wanting, drafter.propose(list(wanting), wanting), strict=True))
+    return trees
 
 
-def _advance(drafter: TreeSource | None, pending: dict[str, int], id: str, result: Verified) -> None:
+def _worth(budget: Budget | None, trees: dict[str, DraftTree]) -> dict[str, DraftTree]:
+    """As much of the trees as is to be verified."""
+    if budget is None:
+        return trees
+    forest = [Entry(tree, priced=True) for tree in trees.values()]
+    ranked = rank(forest, sum(map(len, trees.values())), budget.nodes)
+    return {id: tree.keep(kept) for (id, tree), kept in zip(trees.items(), ranked, strict=True)}
+
+
+def _account(
+    budget: Budget,
+    going: Mapping[str, _Decoding],
+    proposed: Mapping[str, DraftTree],
+    trees: Mapping[str, DraftTree],
+    results: Mapping[str, Verified],
+    times: tuple[float, float, float],
+) -> None:
+    """Enter a round in the books, and decide who is to have a tree in the next."""
+    started, drafted, ended = times
+    rows = sum(map(len, trees.values()))
+    budget.cost.observe(rows, ended - drafted)
+    budget.stepped(started, ended, sum(len(result.outcome.tokens) for result in results.values()))
+    for id, result in results.items():
+        session = going[id]
+        if session.offer.wanted:
+            budget.waited(drafted - started)
+            budget.verified(session.prospect, proposed[id], trees[id], len(result.outcome.accepted))
+        session.offer = budget.offer(session.prospect, 1.0, len(going))
+
+
+def _advance(drafter: TreeSource | None, going: dict[str, _Decoding], id: str, result: Verified) -> None:
     outcome = result.outcome
     if outcome.finish:
-        del pending[id]
+        del going[id]
         if drafter:
             drafter.close(id)
         return
-    pending[id] = outcome.tokens[-1]
+    going[id].pending = outcome.tokens[-1]
     if drafter:
         drafter.advance(id, outcome.tokens, result.features)

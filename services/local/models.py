@@ -19,6 +19,7 @@ from services.engine.target import Target
 from services.engine.transfer import DTYPES
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step, decode
+from services.speculation.budget import Budget
 from services.types.configuration import DraftConfig
 from services.types.errors import invalid
 from services.types.session import Session
@@ -55,12 +56,13 @@ class Models:
         """
         tokens = min(len(session.prompt) + session.params.max_tokens, self.target.context_length)
         verifier = Verifier(self.target, num_pages=pages_for(tokens), grammars=self.grammars)
-        drafter = None
+        drafter = budget = None
         if self.head and config:
             scratch = config.levels * config.beam
             drafter = Drafter(self.head, config, num_pages=pages_for(tokens + scratch))
+            budget = Budget() if config.adaptive_budget else None
         with quiet():
-            yield from decode(verifier, drafter, [session])
+            yield from decode(verifier, drafter, [session], budget)
 
 
 def load(model: str, head: str | None, *, speculative: bool, device: str, dtype: str) -> Models:

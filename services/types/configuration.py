@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from services.types.errors import invalid
 from services.types.tree import MAX_NODES
@@ -18,9 +19,24 @@ class TreeShape(StrEnum):
     """One path of the most likely tokens."""
 
 
+class Priority(StrEnum):
+    """What a request prefers where sessions compete for the target's time."""
+
+    LATENCY = "latency"
+    NORMAL = "normal"
+    THROUGHPUT = "throughput"
+
+    @property
+    def weight(self) -> float:
+        """What a token of such a session is worth."""
+        return {Priority.LATENCY: 2.0, Priority.NORMAL: 1.0, Priority.THROUGHPUT: 0.5}[self]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """Sizes of the draft trees; the defaults are the paper's for 7B and 8B targets.
+
+    An adaptive size is what a tree has at most: it gets what is worth its time.
 
     Raises `WealdError(INVALID_ARGUMENT)` on construction when a size is out of range.
     """
@@ -32,6 +48,10 @@ class DraftConfig:
     """k: nodes expanded per level, and children proposed per expanded node."""
     budget: int = 60
     """m: nodes of a tree, root included."""
+    adaptive_levels: bool = False
+    """Whether levels, and nodes expanded in them, are worth a head pass or are not grown."""
+    adaptive_budget: bool = False
+    """Whether trees and their nodes are worth the target's time, or else are not wanted, or not verified."""
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -40,6 +60,28 @@ class DraftConfig:
             raise invalid(f"the beam must be at least 1, got {self.beam}")
         if not 1 <= self.budget <= MAX_NODES:
             raise invalid(f"the tree budget must be in [1, {MAX_NODES}], got {self.budget}")
+
+
+AUTO_LEVELS, AUTO_BUDGET = 8, MAX_NODES
+"""What adaptive trees have at most."""
+
+
+def sized(
+    shape: TreeShape, levels: int | Literal["auto"], beam: int, budget: int | Literal["auto"]
+) -> DraftConfig:
+    """Trees of these sizes, of which levels and budget can be `auto`: what is worth its time.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when a size is out of range.
+    """
+    return DraftConfig(
+        shape,
+        AUTO_LEVELS if levels == "auto" else levels,
+        beam,
+        AUTO_BUDGET if budget == "auto" else budget,
+        adaptive_levels=levels == "auto",
+        adaptive_budget=budget == "auto",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What the services say to each other, as plain values; `services.wire` turns them into protobuf."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from services.types.configuration import DraftConfig
+from services.types.configuration import DraftConfig, Priority
 from services.types.errors import WealdError
 from services.types.outcome import Outcome, TokenLogprobs
 from services.types.replica import ReplicaKind
@@ -40,6 +40,11 @@ class Open:
     features_from: int
     """First position whose feature the drafter lacks."""
     traceparent: str = ""
+    priced: bool = False
+    """Whether trees and nodes have to be worth their time; otherwise every tree is wanted, and verified whole
+    where it has a place.
+    """
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,10 @@ class Reply:
     """With `wanted`: what the drafter still lacks below the new pending token."""
     turnaround_ns: int
     """From the arrival of the tree to the sending of this reply; 0 without a tree."""
+    price: float = 0.0
+    """Value that a node of the next tree must have to be worth its time; 0.0 for sessions without a price."""
+    pace: float = 0.0
+    """Tokens per second that the session is expected to make: the price of a second that its tree takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +177,7 @@ class Call:
     want_trees: bool = False
     """Whether every `Round` brings its tree."""
     traceparent: str = ""
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +265,8 @@ class VerifyStatus:
     load: Load
     counters: Mapping[str, int]
     """What has been counted since the replica started, by name of the metric."""
+    cost: Mapping[int, float] = field(default_factory=dict)
+    """T(N): seconds that a target step takes lately, by the tokens in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,3 +285,21 @@ class DraftStatus:
     """Whether a verify replica is connected and serves the same target, by host:port."""
     counters: Mapping[str, int]
     """What has been counted since the replica started, by name of the metric."""
+    cost: Mapping[int, float] = field(default_factory=dict)
+    """Seconds that a head pass over growing trees takes lately, by its rows."""
+    reliability: tuple["Reliability", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """What the head's confidences have been worth in sessions of one band of temperature."""
+
+    band: str
+    error: float
+    """Expected calibration error: mean distance of confidence and share accepted."""
+    counts: tuple[float, ...]
+    """Nodes that the target decided on, by bin of confidence; old ones count less."""
+    confidences: tuple[float, ...]
+    """Their mean confidence, as the head gave it, ascending."""
+    accepted: tuple[float, ...]
+    """Share of them that was accepted."""

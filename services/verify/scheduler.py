@@ -2,16 +2,17 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.speculation.forest import rank
+from services.speculation.budget import Budget, Offer, Prospect
+from services.speculation.forest import Entry, rank
 from services.types.configuration import VerifyLimits
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Open, Proposal, Response
+from services.types.outcome import Outcome
 from services.types.tree import DraftTree
-from services.verify.verifier import Verifier
 
 MIN_HOLD_S, MAX_HOLD_S = 0.005, 1.0
 HOLD_FACTOR = 3.0
@@ -20,8 +21,38 @@ _FORGETTING = 0.1
 _ROUNDS_REMEMBERED = 8
 _MOST_HALVINGS = 8
 """A drafter that answers no more costs its sessions next to nothing after so many holds in vain."""
+NO_TREE, ANY_TREE = Offer(False, 0.0, 0.0), Offer(True, 0.0, 0.0)
 _CONGESTED_S = 0.02
 """A congested link is looked at again after so many seconds."""
+
+
+class Books(Protocol):
+    """What a verifier knows of its sessions and pages; see `Verifier`."""
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no session holds."""
+
+    def pending(self, id: str) -> tuple[int, int]:
+        """Position and token of the pending token."""
+
+    def lacking(self, id: str) -> int:
+        """Tokens that are not computed yet."""
+
+    def room(self, id: str) -> int:
+        """Output tokens a session may still generate."""
+
+    def place(self, id: str) -> int:
+        """Give a session without pages the cached ones of its prefix; tokens still to be computed."""
+
+    def suspend(self, id: str) -> None:
+        """Take a session's pages away."""
+
+    def pages_missing(self, id: str, rows: int) -> int:
+        """Pages a session has to be given before so many rows can be written."""
+
+    def rows_within(self, id: str, pages: int) -> int:
+        """Rows that can be written when a session is given so many pages."""
 
 
 class Link(Protocol):
@@ -62,11 +93,20 @@ class Seat:
     """Seconds, when a parked seat is dropped."""
     preparing: bool = False
     """Whether its grammar is still being compiled; others overtake it meanwhile."""
+    asked: float = 0.0
+    """Seconds, when the tree it is held for was wanted."""
+    prospect: Prospect = field(default_factory=Prospect)
+    """What its trees have been like."""
 
     @property
     def id(self) -> str:
         """The session's id."""
         return self.request.session.id
+
+    @property
+    def weight(self) -> float:
+        """What a token of it is worth."""
+        return self.request.priority.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +136,13 @@ class Scheduler:
     chunk that reaches its newest token draws the next one, as any plain step does.
     """
 
-    def __init__(self, verifier: Verifier, limits: VerifyLimits) -> None:
+    def __init__(self, verifier: Books, limits: VerifyLimits) -> None:
         self._verifier = verifier
         self._limits = limits
         self.seats: dict[str, Seat] = {}
         self.waiting: deque[Seat] = deque()
         self.counters: Counter[str] = Counter()
+        self.budget = Budget()
         self._running: list[Seat] = []
         self._age = 0
         self._arrival_s: float | None = None
@@ -148,13 +189,47 @@ class Scheduler:
     def hold(self, seat: Seat, round: int, now: float) -> None:
         """A tree is wanted from now on: hold the session for as long as trees take, but not forever."""
         patience = MAX_HOLD_S if self._arrival_s is None else HOLD_FACTOR * self._arrival_s
-        seat.wanted[round] = now
+        seat.wanted[round] = seat.asked = now
         # What has not come for so many rounds takes at least so long; a slow drafter is to be waited for.
         if forgotten := seat.wanted.pop(round - _ROUNDS_REMEMBERED, None):
             self._observe(now - forgotten)
         seat.held_until = now + min(max(patience, MIN_HOLD_S), MAX_HOLD_S) / 2 ** min(
             seat.missed, _MOST_HALVINGS
         )
+
+    def settle(
+        self, step: Step, outcomes: Mapping[str, Outcome], began: float, now: float
+    ) -> dict[str, Offer]:
+        """Take in what a step did, and decide which sessions are to have a tree next.
+
+        Args:
+            step: that was run.
+            outcomes: of the sessions that drew a token.
+            began: seconds, when the step began.
+            now: when it had ended.
+
+        Returns:
+            What each session is told that goes on.
+        """
+        budget, seats = self.budget, {id: self.seats[id] for id in outcomes}
+        rows = sum(map(len, step.trees.values())) + sum(step.chunks.values())
+        if not step.chunks:
+            budget.cost.observe(rows, now - began)
+        tokens = sum(seat.weight * len(outcomes[id].tokens) for id, seat in seats.items())
+        budget.stepped(began, now, tokens)
+        for id, seat in seats.items():
+            if seat.proposal and id in step.trees and seat.request.priced:
+                tree, accepted = step.trees[id], outcomes[id].accepted
+                budget.verified(seat.prospect, seat.proposal.tree, tree, len(accepted))
+        return {id: self.tree_or_plain(seat) for id, seat in seats.items() if not outcomes[id].finish}
+
+    def tree_or_plain(self, seat: Seat) -> Offer:
+        """Whether a session would do well to have a tree now."""
+        if not seat.request.speculative or self._verifier.room(seat.id) <= 1:
+            return NO_TREE
+        if not seat.request.priced:
+            return ANY_TREE
+        return self.budget.offer(seat.prospect, seat.weight, len(self))
 
     def patience(self, now: float) -> float:
         """Seconds until something can happen by itself: a hold ends, or a link is to be looked at again."""
@@ -164,8 +239,10 @@ class Scheduler:
 
     def form(self, now: float) -> Step | None:
         """The next target step; None when every session is held, parked or gone."""
-        room = _Room(self._limits.max_num_batched_tokens, self._verifier.pool.free_pages)
+        room = _Room(self._limits.max_num_batched_tokens, self._verifier.free_pages)
         self._admit(room)
+        if not self._running:
+            self.budget.idle()
         trees, nodes = self._forest(now, room)
         chunks = self._chunks(room, alone=not trees)
         return Step(trees, nodes, chunks) if trees or chunks else None
@@ -182,11 +259,11 @@ class Scheduler:
                 return
             lacking = verifier.place(seat.id)
             needed = verifier.pages_missing(seat.id, lacking)
-            room.pages = verifier.pool.free_pages
+            room.pages = verifier.free_pages
             # A page to spare for each that runs, lest it be taken from this one at once.
             if self._running and reserved + needed + len(self._running) > room.pages:
                 verifier.suspend(seat.id)
-                room.pages = verifier.pool.free_pages
+                room.pages = verifier.free_pages
                 return
             reserved += needed
             self.waiting.remove(seat)
@@ -202,21 +279,23 @@ class Scheduler:
                 # Roots first: no tree costs another its root.
                 room.pages -= verifier.pages_missing(seat.id, 1)
         ready = [seat for seat in self._running if self._ready(seat, now)]
-        forest = [self._tree(seat) for seat in ready]
+        forest = [Entry(self._tree(seat), seat.weight, seat.request.priced) for seat in ready]
         spare = room.tokens - len(forest)
         prefill = sum(n for seat in self._running if _open(seat) and (n := verifier.lacking(seat.id)) > 1)
         # Half of what the roots leave is for prefills: full trees must not keep new sessions from starting.
-        ranked = rank(forest, spare - min(prefill, -(-spare // 2)))
+        ranked = rank(forest, spare - min(prefill, -(-spare // 2)), self.budget.nodes)
         trees: dict[str, DraftTree] = {}
         nodes: dict[str, tuple[int, ...]] = {}
-        for seat, tree, kept in zip(ready, forest, ranked, strict=True):
+        for seat, entry, kept in zip(ready, forest, ranked, strict=True):
             room.pages += verifier.pages_missing(seat.id, 1)
             fitting = self._take(seat, len(kept), room)
             if fitting < len(kept):
                 self.counters["shrunk_trees"] += 1
-                kept = rank([tree], fitting - 1)[0]
-            trees[seat.id], nodes[seat.id] = tree.keep(kept), kept
+                kept = rank([entry], fitting - 1)[0]
+            trees[seat.id], nodes[seat.id] = entry.tree.keep(kept), kept
             room.tokens -= len(kept)
+            if seat.held_until and seat.request.priced:
+                self.budget.waited(now - seat.asked)
             if not seat.proposal and seat.held_until:
                 seat.missed += 1
                 self.counters["missed_trees"] += 1
@@ -256,9 +335,9 @@ class Scheduler:
         return rows
 
     def _preempt(self, seat: Seat, room: _Room) -> None:
-        before = self._verifier.pool.free_pages
+        before = self._verifier.free_pages
         self._verifier.suspend(seat.id)
-        room.pages += self._verifier.pool.free_pages - before
+        room.pages += self._verifier.free_pages - before
         self._running.remove(seat)
         self.waiting.appendleft(seat)
         seat.proposal, seat.held_until = None, 0.0

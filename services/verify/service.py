@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from services.engine.transfer import to_block
+from services.speculation.budget import Offer
 from services.types.configuration import VerifyLimits
 from services.types.errors import ErrorCode, WealdError, incompatible
 from services.types.messages import (
@@ -29,8 +30,9 @@ from services.types.messages import (
 )
 from services.types.outcome import Outcome
 from services.verify.grammar import Grammar
-from services.verify.scheduler import Link, Scheduler, Seat, Step
+from services.verify.scheduler import NO_TREE, Link, Scheduler, Seat, Step
 from services.verify.verifier import Stepped, Verifier
+from services.verify.warmup import warm_up
 
 BEAT_S = 1.0
 """An idle service looks after its pages and its ranks this often, in seconds."""
@@ -104,6 +106,14 @@ class VerifyService:
         self._stopped.set()
         self._thread.join()
         self._compiler.shutdown(cancel_futures=True)
+
+    def warm_up(self) -> None:
+        """Measure what steps take, before the service starts."""
+        warm_up(self.verifier, self._scheduler.budget.cost, self.limits.max_num_batched_tokens)
+
+    def cost(self) -> dict[int, float]:
+        """T(N): seconds of a step, by the tokens in it."""
+        return dict(self._scheduler.budget.cost.curve())
 
     def load(self) -> Load:
         """How busy the service is."""
@@ -260,6 +270,7 @@ class VerifyService:
         seats = {id: self._scheduler.seats[id] for id in (*step.trees, *step.chunks)}
         arrived = [seat.arrived for seat in seats.values() if seat.proposal]
         queued = time.monotonic() - min(arrived) if arrived else 0.0
+        began = time.monotonic()
         try:
             stepped = self.verifier.step(step.trees, step.chunks)
         except Exception as error:
@@ -271,13 +282,22 @@ class VerifyService:
             return
         for id, failure in stepped.failures.items():
             self._end([seats.pop(id)], failure)
-        self._reply(step, stepped, seats, int(queued * 1e9))
+        offers = self._scheduler.settle(step, stepped.outcomes, began, time.monotonic())
+        self._reply(step, stepped, seats, offers, int(queued * 1e9))
 
-    def _reply(self, step: Step, stepped: Stepped, seats: Mapping[str, Seat], queued_ns: int) -> None:
+    def _reply(
+        self,
+        step: Step,
+        stepped: Stepped,
+        seats: Mapping[str, Seat],
+        offers: Mapping[str, Offer],
+        queued_ns: int,
+    ) -> None:
         """Answer every stream once, with the features its drafter lacks where a tree is wanted."""
-        wanted = {id for id, outcome in stepped.outcomes.items() if self._wanted(seats[id], outcome)}
+        wanted = {id for id, offer in offers.items() if offer.wanted}
         prefilling = seats.keys() & step.chunks.keys() - stepped.outcomes.keys()
-        blocks = self._features(seats, wanted | prefilling)
+        soon = {id for id in prefilling if self._scheduler.tree_or_plain(seats[id]).wanted}
+        blocks = self._features(seats, wanted | soon)
         now, load = time.monotonic(), self.load()
         timings = replace(stepped.timings, queue=queued_ns)
         self._scheduler.counters["forward_ns"] += timings.forward
@@ -286,7 +306,8 @@ class VerifyService:
         for id, seat in seats.items():
             outcome, block = stepped.outcomes.get(id), blocks.get(id)
             if outcome:
-                reply = self._settle(seat, outcome, step.nodes.get(id, (0,)), id in wanted, block, now)
+                offer = offers.get(id, NO_TREE)
+                reply = self._settle(seat, outcome, step.nodes.get(id, (0,)), offer, block, now)
                 if seat.link:
                     replies[seat.link].append(reply)
             elif block and seat.link:
@@ -295,9 +316,6 @@ class VerifyService:
             responses[link].append(Replies(tuple(settled), timings, load))
         for link, said in responses.items():
             link.post(said)
-
-    def _wanted(self, seat: Seat, outcome: Outcome) -> bool:
-        return seat.request.speculative and not outcome.finish and self.verifier.room(seat.id) > 1
 
     def _features(self, seats: Mapping[str, Seat], ids: Iterable[str]) -> dict[str, FeatureBlock]:
         spans = {}
@@ -314,7 +332,7 @@ class VerifyService:
         seat: Seat,
         outcome: Outcome,
         nodes: tuple[int, ...],
-        wanted: bool,
+        offer: Offer,
         block: FeatureBlock | None,
         now: float,
     ) -> Reply:
@@ -332,13 +350,15 @@ class VerifyService:
             position=seat.committed - len(outcome.tokens),
             outcome=accepted,
             nodes=sum(1 << node for node in nodes),
-            wanted=wanted,
+            wanted=offer.wanted,
             features=block,
             turnaround_ns=int((now - seat.arrived) * 1e9) if proposal else 0,
+            price=offer.price,
+            pace=offer.pace,
         )
         if outcome.finish:
             scheduler.remove(seat.id)
-        elif wanted:
+        elif offer.wanted:
             scheduler.hold(seat, round, now)
         return reply
 

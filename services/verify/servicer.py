@@ -56,6 +56,9 @@ class Serving(Protocol):
     def counters(self) -> dict[str, int]:
         """What it has counted."""
 
+    def cost(self) -> dict[int, float]:
+        """Seconds that a target step takes, by the tokens in it."""
+
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Translates between the wire and a `VerifyService`."""
@@ -95,7 +98,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         ],
     ) -> verify_pb2.VerifyServiceStatusResponse:
         """What this replica is and does."""
-        status = replace(self._status, load=self._service.load(), counters=self._service.counters())
+        service = self._service
+        status = replace(self._status, load=service.load(), counters=service.counters(), cost=service.cost())
         return convert.verify_status_to_proto(status)
 
     def drain(self) -> None:

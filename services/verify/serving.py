@@ -71,7 +71,9 @@ def load(
         load=Load(),
         counters={},
     )
-    return VerifyService(verifier, limits, mark), status
+    service = VerifyService(verifier, limits, mark)
+    service.warm_up()
+    return service, status
 
 
 async def run(

@@ -189,6 +189,11 @@ class Verifier:
         running.computed = len(running.pages) * self.pool.page_size
         return self.lacking(id)
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no session holds."""
+        return self.pool.free_pages
+
     def lacking(self, id: str) -> int:
         """Tokens of a session that are not computed yet; 1 when only the pending one is missing."""
         running = self._session(id)

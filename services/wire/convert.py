@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from services.types.configuration import DraftConfig, TreeShape
+from services.types.configuration import DraftConfig, Priority, TreeShape
 from services.types.errors import ErrorCode, WealdError, invalid
 from services.types.messages import (
     Call,
@@ -26,6 +26,7 @@ from services.types.messages import (
     Open,
     Proposal,
     Proposals,
+    Reliability,
     Replies,
     Reply,
     Request,
@@ -57,6 +58,11 @@ SHAPES = {
 KINDS = {
     ReplicaKind.DRAFT: draft_pb2.REPLICA_KIND_DRAFT,
     ReplicaKind.VERIFY: draft_pb2.REPLICA_KIND_VERIFY,
+}
+PRIORITIES = {
+    Priority.NORMAL: session_pb2.PRIORITY_UNSPECIFIED,
+    Priority.LATENCY: session_pb2.PRIORITY_LATENCY,
+    Priority.THROUGHPUT: session_pb2.PRIORITY_THROUGHPUT,
 }
 DTYPES = {
     "float64": session_pb2.FEATURE_DTYPE_FLOAT64,
@@ -184,6 +190,8 @@ def _open_to_proto(opened: Open) -> verify_pb2.Open:
         speculative=opened.speculative,
         features_from=opened.features_from,
         traceparent=opened.traceparent,
+        priced=opened.priced,
+        priority=PRIORITIES[opened.priority],
     )
 
 
@@ -201,6 +209,8 @@ def _open_from_proto(message: verify_pb2.Open) -> Open:
         message.speculative,
         message.features_from,
         message.traceparent,
+        message.priced,
+        _known(PRIORITIES, message.priority, "priority"),
     )
 
 
@@ -278,6 +288,8 @@ def _replies_to_proto(value: Replies) -> verify_pb2.Replies:
         traceparent=value.traceparent,
         logprob_counts=[len(logprobs) for logprobs in told] if any(told) else (),
         logprobs=_logprobs_to_proto([each for logprobs in told for each in logprobs]),
+        prices=[reply.price for reply in replies],
+        paces=[reply.pace for reply in replies],
     )
 
 
@@ -286,7 +298,7 @@ def _replies_from_proto(message: verify_pb2.Replies) -> Replies:
         message,
         len(message.sessions),
         *("epochs", "rounds", "positions", "token_counts", "accepted_counts", "finishes", "nodes", "wanted"),
-        *("turnarounds_ns", "feature_starts", "feature_rows"),
+        *("turnarounds_ns", "feature_starts", "feature_rows", "prices", "paces"),
     )
     _expect(message, sum(message.token_counts), "tokens")
     _expect(message, sum(message.accepted_counts), "accepted")
@@ -300,6 +312,8 @@ def _replies_from_proto(message: verify_pb2.Replies) -> Replies:
         message.wanted,
         _blocks(message),
         message.turnarounds_ns,
+        message.prices,
+        message.paces,
         strict=True,
     )
     replies = tuple(Reply(*reply) for reply in columns)
@@ -361,6 +375,8 @@ def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
                 levels=call.draft.levels,
                 beam=call.draft.beam,
                 budget=call.draft.budget,
+                adaptive_levels=call.draft.adaptive_levels,
+                adaptive_budget=call.draft.adaptive_budget,
             )
         return draft_pb2.GenerateRequest(
             session=call.session,
@@ -371,6 +387,7 @@ def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
             draft=draft,
             want_trees=call.want_trees,
             traceparent=call.traceparent,
+            priority=PRIORITIES[call.priority],
         )
 
 
@@ -381,7 +398,8 @@ def call_from_proto(message: draft_pb2.GenerateRequest) -> Call:
     draft = None
     if message.HasField("draft"):
         shape = _known(SHAPES, message.draft.shape, "tree shape")
-        draft = DraftConfig(shape, message.draft.levels, message.draft.beam, message.draft.budget)
+        sizes = message.draft.levels, message.draft.beam, message.draft.budget
+        draft = DraftConfig(shape, *sizes, message.draft.adaptive_levels, message.draft.adaptive_budget)
     return Call(
         _named(message.session),
         prompt,
@@ -391,6 +409,7 @@ def call_from_proto(message: draft_pb2.GenerateRequest) -> Call:
         draft,
         message.want_trees,
         message.traceparent,
+        _known(PRIORITIES, message.priority, "priority"),
     )
 
 
@@ -513,6 +532,7 @@ def verify_status_to_proto(status: VerifyStatus) -> verify_pb2.VerifyServiceStat
         num_pages=status.num_pages,
         load=_load_to_proto(status.load),
         counters=status.counters,
+        cost=status.cost,
     )
 
 
@@ -531,6 +551,7 @@ def verify_status_from_proto(message: verify_pb2.VerifyServiceStatusResponse) ->
         message.num_pages,
         _load_from_proto(message.load),
         dict(message.counters),
+        dict(message.cost),
     )
 
 
@@ -546,6 +567,17 @@ def draft_status_to_proto(status: DraftStatus) -> draft_pb2.DraftServiceStatusRe
         free_pages=status.free_pages,
         verifiers=status.verifiers,
         counters=status.counters,
+        cost=status.cost,
+        reliability=[
+            draft_pb2.Reliability(
+                band=each.band,
+                error=each.error,
+                counts=each.counts,
+                confidences=each.confidences,
+                accepted=each.accepted,
+            )
+            for each in status.reliability
+        ],
     )
 
 
@@ -561,7 +593,15 @@ def draft_status_from_proto(message: draft_pb2.DraftServiceStatusResponse) -> Dr
         message.free_pages,
         dict(message.verifiers),
         dict(message.counters),
+        dict(message.cost),
+        tuple(map(_reliability_from_proto, message.reliability)),
     )
+
+
+def _reliability_from_proto(message: draft_pb2.Reliability) -> Reliability:
+    _expect(message, len(message.counts), "confidences", "accepted")
+    columns = tuple(message.counts), tuple(message.confidences), tuple(message.accepted)
+    return Reliability(message.band, message.error, *columns)
 
 
 # What several messages share.

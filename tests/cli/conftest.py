@@ -32,7 +32,8 @@ def generate(weald: Callable[..., Result], checkpoints: Any) -> Callable[..., di
     """`generate(*arguments, input=…)` is the object that `weald generate --json` prints."""
 
     def run(*arguments: object, input: str | bytes | None = None) -> dict[str, Any]:
-        finished = weald("generate", *checkpoints.options("--json", *arguments), input=input)
+        whole = ("--speculative-budget", 60, "--speculative-num-steps", 6)
+        finished = weald("generate", *checkpoints.options("--json", *whole, *arguments), input=input)
         assert finished.exit_code == 0, finished.output
         printed: dict[str, Any] = json.loads(finished.stdout)
         return printed

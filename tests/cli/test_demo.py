@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
-from services.bench.replicas import both_services, replica
+from services.bench.replicas import WHOLE_TREES, both_services, replica
 from services.cli.demo import MAX_TOKENS, QUESTION, compare
 
 
@@ -26,7 +26,7 @@ def test_the_demo_streams_answers_over_http_and_ends_with_a_table_that_compares_
     @contextmanager
     def service() -> Iterator[str]:
         with (
-            both_services(target, str(checkpoints.head), "float64") as (_, drafter),
+            both_services(target, str(checkpoints.head), "float64", *WHOLE_TREES) as (_, drafter),
             replica("gateway", "--model", target, "--port", 0, "--endpoint", drafter.address) as gateway,
         ):
             yield f"http://{gateway.address}"

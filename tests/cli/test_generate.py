@@ -17,6 +17,7 @@ Generate = Callable[..., dict[str, Any]]
 Weald = Callable[..., Result]
 Spawn = Callable[..., subprocess.CompletedProcess[str]]
 
+WHOLE = ("--speculative-budget", 60, "--speculative-num-steps", 6)
 LONG = ("--prompt", "abc", "--max-tokens", 40, "--ignore-eos", "--seed", 7)
 END = 0
 """The end-of-sequence token."""
@@ -52,7 +53,7 @@ def test_the_process_prints_one_json_object_and_nothing_else(spawn: Spawn, check
 def test_the_process_streams_the_text_and_tells_its_figures_apart_from_it(
     spawn: Spawn, generate: Generate, checkpoints: Any
 ) -> None:
-    finished = spawn("generate", *checkpoints.options(*LONG))
+    finished = spawn("generate", *checkpoints.options(*LONG, *WHOLE))
     expected = generate(*LONG)
     assert finished.returncode == 0
     assert finished.stdout == expected["text"] + "\n"
@@ -72,7 +73,7 @@ def test_help_for_the_command_is_shown_without_torch_and_transformers(spawn: Spa
     loaded = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); "
     finished = spawn("generate", "--help", prelude=loaded)
     assert finished.returncode == 0
-    assert "--speculative-num-draft-tokens" in finished.stdout
+    assert "--speculative-budget" in finished.stdout
     assert not {"torch", "transformers"} & set(finished.stdout.splitlines()[-1].split())
 
 
@@ -101,7 +102,7 @@ def test_without_speculation_every_round_is_a_plain_step(generate: Generate) -> 
 
 
 def test_the_options_of_the_tree_are_its_sizes(generate: Generate) -> None:
-    dynamic = generate(*LONG, "--speculative-num-draft-tokens", 7, "--speculative-eagle-topk", 3)
+    dynamic = generate(*LONG, "--speculative-budget", 7, "--speculative-eagle-topk", 3)
     assert dynamic["nodes_drafted"] == dynamic["rounds"] * 6
     chain = generate(*LONG, "--tree", "chain", "--speculative-num-steps", 4)
     assert chain["nodes_drafted"] == chain["rounds"] * 4
@@ -199,7 +200,7 @@ def test_chat_puts_the_prompt_into_the_template(generate: Generate) -> None:
 def test_each_round_is_drawn_with_its_accepted_path_and_then_the_text(
     weald: Weald, generate: Generate, checkpoints: Any
 ) -> None:
-    drawn = weald("generate", *checkpoints.options(*LONG, "--show-tree"))
+    drawn = weald("generate", *checkpoints.options(*LONG, *WHOLE, "--show-tree"))
     expected = generate(*LONG)
     assert drawn.exit_code == 0
     lines = drawn.stdout.splitlines()
@@ -240,7 +241,7 @@ def test_a_wrong_option_is_named_and_the_exit_code_is_two(
             ("--temperature", "-1"),
             "temperature must be 0 (greedy) or a finite number from 1e-05 on, got -1.0",
         ),
-        (("--speculative-num-draft-tokens", "65"), "the tree budget must be in [1, 64], got 65"),
+        (("--speculative-budget", "65"), "the tree budget must be in [1, 64], got 65"),
         (("--device", "abacus"), "there is no device 'abacus' here"),
         (("--device", "meta"), "there is no device 'meta' here"),
         (("--logit-bias", "99=1"), "token 99 is not in the target's vocabulary of 15"),

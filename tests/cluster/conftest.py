@@ -160,7 +160,12 @@ class Running:
                 "kv_cache_memory": "64MiB",
                 "resources": {"num_cpus": 0.1, "resources": {"verify": 1}},
             },
-            "draft": {"kv_cache_memory": "16MiB", "resources": {"num_cpus": 0.1, "resources": {"draft": 1}}},
+            "draft": {
+                "speculative_budget": 60,
+                "speculative_num_steps": 6,
+                "kv_cache_memory": "16MiB",
+                "resources": {"num_cpus": 0.1, "resources": {"draft": 1}},
+            },
             "gateway": {
                 "served_model_name": "tiny",
                 "port": int(self.url.rpartition(":")[2] or 0),

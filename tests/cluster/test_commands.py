@@ -67,7 +67,12 @@ def described(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
         "speculative_model": str(tiny.head),
         "dtype": "float64",
         "verify": {"kv_cache_memory": "64MiB", "resources": {"num_cpus": 0.1}},
-        "draft": {"kv_cache_memory": "16MiB", "resources": {"num_cpus": 0.1}},
+        "draft": {
+            "speculative_budget": 60,
+            "speculative_num_steps": 6,
+            "kv_cache_memory": "16MiB",
+            "resources": {"num_cpus": 0.1},
+        },
         "gateway": {"served_model_name": "tiny", "port": 0, "resources": {"num_cpus": 0.1}},
     }
     file = tmp_path_factory.mktemp("described") / "weald.yaml"

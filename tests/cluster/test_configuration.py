@@ -55,7 +55,7 @@ def test_an_unknown_key_is_named_with_its_place_at_any_depth(values: dict[str, A
         ({"verify": {"kv_cache_memory": 0}}, "verify.kv_cache_memory: .* greater than 0"),
         ({"verify": {"max_num_seqs": 0}}, "max_num_seqs must be at least 1, got 0"),
         ({"verify": {"max_num_seqs": 9, "max_num_batched_tokens": 8}}, "max_num_batched_tokens .8. must be"),
-        ({"draft": {"speculative_num_draft_tokens": 65}}, r"the tree budget must be in \[1, 64\], got 65"),
+        ({"draft": {"speculative_budget": 65}}, r"the tree budget must be in \[1, 64\], got 65"),
         ({"draft": {"tree": "bush"}}, "draft.tree: .*'dynamic', 'static' or 'chain'"),
         (
             {"draft": {"resources": {"num_cpus": -1}}},

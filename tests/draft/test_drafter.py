@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.draft.drafter import Drafter
+from services.draft.drafter import SLACK, Drafter, Terms
 from services.engine.head import EagleHead
+from services.speculation.calibration import REFRESH, Band
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import ErrorCode, WealdError
 from services.types.tree import DraftTree
@@ -542,3 +543,75 @@ def test_a_session_needs_a_token(target: Make, head: Make, idle: Make) -> None:
         drafter.open("a", ())
     assert refused.value.code is ErrorCode.INVALID_ARGUMENT
     idle(drafter)
+
+
+AUTO = DraftConfig(levels=5, beam=6, budget=64, adaptive_levels=True, adaptive_budget=True)
+
+
+def test_where_neither_time_nor_nodes_have_a_price_adaptive_trees_are_whole(target: Make, head: Make) -> None:
+    loaded, story = head(target("llama")), Story.begin(9, 4)
+    drafter = Drafter(loaded, AUTO, num_pages=100, page_size=4)
+    begin(drafter, "a", story)
+    (tree,) = drafter.propose(["a"], {"a": Terms()})
+    assert_same(tree, tree_alone(loaded, CONFIGS["dynamic"], story))
+
+
+def test_nodes_that_are_not_worth_their_price_are_not_sent(target: Make, head: Make) -> None:
+    loaded, story = head(target("llama")), Story.begin(9, 4)
+    drafter = Drafter(loaded, AUTO, num_pages=100, page_size=4)
+    whole = tree_alone(loaded, CONFIGS["dynamic"], story)
+    between = sorted(set(whole.values))[len(whole) // 2 - 1 : len(whole) // 2 + 1]
+    price = sum(between) / 2 / SLACK
+    begin(drafter, "a", story)
+    begin(drafter, "b", story)
+    cut, free = drafter.propose(["a", "b"], {"a": Terms(price=price)})
+    assert_same(free, whole)
+    assert 1 < len(cut) < len(whole)
+    assert min(cut.values) >= SLACK * price
+    kept = [node for node in range(len(whole)) if whole.values[node] >= SLACK * price]
+    assert_same(cut, whole.keep(kept))
+
+
+def test_a_drafter_in_a_hurry_grows_fewer_levels(target: Make, head: Make) -> None:
+    drafter = Drafter(head(target("llama")), AUTO, num_pages=100, page_size=4)
+    for rows in (1, 8):
+        drafter.passes.observe(rows, 1.0)
+    begin(drafter, "a", Story.begin(9, 4))
+    (tree,) = drafter.propose(["a"], {"a": Terms(pace=10.0)})
+    assert max(tree.depths) == 1
+    (tree,) = drafter.propose(["a"], {"a": Terms(pace=1e-6)})
+    assert max(tree.depths) == 5
+
+
+def test_what_became_of_a_tree_is_held_against_the_heads_own_confidences(target: Make, head: Make) -> None:
+    """A head whose nodes never come is believed less; the order of siblings stays."""
+    loaded, story = head(target("llama")), Story.begin(9, 4)
+    drafter = Drafter(loaded, AUTO, num_pages=100, page_size=4)
+    whole = tree_alone(loaded, CONFIGS["dynamic"], story)
+    drafter.open("a", story.tokens, None, 1.0)
+    drafter.advance("a", (), story.features)
+    first = [node for node in range(1, len(whole)) if whole.parents[node] == 0]
+    decided = 0
+    while decided < 2 * REFRESH:
+        (tree,) = drafter.propose(["a"])
+        decided += drafter.learn("a", (1 << len(tree)) - 1, ())
+    (tree,) = drafter.propose(["a"])
+    likeliest, before = tree.confidences[1], whole.confidences[first[0]]
+    assert tree.tokens[1] == whole.tokens[first[0]]
+    assert before / 4.01 <= likeliest < before
+    assert drafter.calibration.bins(Band.of(0.0)) == []
+    seen = drafter.calibration.bins(Band.of(1.0))
+    assert sum(bin.count for bin in seen) == decided
+    assert all(bin.accepted == 0 for bin in seen)
+    assert seen[-1].confidence == pytest.approx(before, rel=0.2)
+    assert seen[-1].confidence > likeliest
+
+
+def test_paper_trees_are_ranked_by_what_the_head_says(target: Make, head: Make) -> None:
+    loaded, story = head(target("llama")), Story.begin(9, 4)
+    drafter = Drafter(loaded, CONFIGS["dynamic"], num_pages=100, page_size=4)
+    begin(drafter, "a", story)
+    for _ in range(300):
+        (tree,) = drafter.propose(["a"])
+        drafter.learn("a", (1 << len(tree)) - 1, ())
+    assert_same(tree, tree_alone(loaded, CONFIGS["dynamic"], story))

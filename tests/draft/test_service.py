@@ -713,7 +713,7 @@ class Failing(Drafter):
 
     fails = False
 
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Any = None) -> list[DraftTree]:
         if self.fails:
             raise MemoryError("out of memory")
         return super().propose(ids)

@@ -90,6 +90,7 @@ class Tiny:
     def draft(self, *verifiers: str) -> tuple[object, ...]:
         """Arguments of a draft replica at a free port."""
         named = ("--model", self.target, "--speculative-model", self.head, "--dtype", "float64", "--port", 0)
+        named += ("--speculative-budget", 60, "--speculative-num-steps", 6)
         return "draft", *named, *(word for address in verifiers for word in ("--verify", address))
 
     def gateway(self, *drafters: str) -> tuple[object, ...]:

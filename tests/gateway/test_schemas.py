@@ -96,7 +96,6 @@ UNSUPPORTED = {
         "use_beam_search": True,
         "skip_special_tokens": False,
         "allowed_token_ids": [5],
-        "priority": 1,
     },
 }
 

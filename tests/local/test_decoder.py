@@ -307,7 +307,7 @@ class Broken:
         self.pending[id] = tokens[-1]
         return 0
 
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Any = None) -> list[DraftTree]:
         self.rounds += 1
         if self.rounds < 3:
             return [DraftTree.root(self.pending[id]) for id in ids]

@@ -34,7 +34,7 @@ class Chains:
         self.known[id] = len(tokens), tokens[-1]
         return 0
 
-    def propose(self, ids: Sequence[str]) -> list[DraftTree]:
+    def propose(self, ids: Sequence[str], terms: Any = None) -> list[DraftTree]:
         known = (self.known[id] for id in ids)
         return [DraftTree.chain((root, *self.sequence[at : at + self.levels])) for at, root in known]
 

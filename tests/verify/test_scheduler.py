@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.target import Target
-from services.speculation.forest import rank
-from services.types.configuration import VerifyLimits
+from services.speculation.forest import Entry, rank
+from services.types.configuration import Priority, VerifyLimits
 from services.types.errors import ErrorCode
 from services.types.messages import Close, Failure, Open, Proposal, Proposals, Replies, Reply, Response
 from services.types.sampling import SamplingParams
@@ -27,7 +27,7 @@ from services.verify.verifier import Verifier
 
 Make = Callable[..., Any]
 
-HOLDS_LAST, HOLDS_END = 0.0, math.inf
+HOLDS_LAST, HOLDS_END = 0.0, 1e9
 """Times for a step: before any hold can have ended, and after all have."""
 
 
@@ -85,8 +85,15 @@ class Bench:
     def waiting(self) -> list[str]:
         return [seat.id for seat in self.scheduler.waiting]
 
-    def open(self, session: Session, speculative: bool = False, far: Far | None = None) -> None:
-        self._take(Open(session, 1, b"", speculative, 0), far)
+    def open(
+        self,
+        session: Session,
+        speculative: bool = False,
+        far: Far | None = None,
+        priced: bool = False,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        self._take(Open(session, 1, b"", speculative, 0, priced=priced, priority=priority), far)
 
     def close(self, id: str) -> None:
         self._take(Close(id, 1))
@@ -157,7 +164,7 @@ def test_the_trees_of_a_step_compete_for_its_tokens(target: Make, plain: Make) -
         bench.offer(id, tree)
     step = bench.step(HOLDS_LAST)
     assert step
-    assert step.nodes == dict(zip(trees, rank(list(trees.values()), 27), strict=True))
+    assert step.nodes == dict(zip(trees, rank(list(map(Entry, trees.values())), 27), strict=True))
     assert [len(tree) for tree in step.trees.values()] == [len(nodes) for nodes in step.nodes.values()]
     assert sum(map(len, step.trees.values())) == 30
     assert len(step.trees["a"]) > len(step.trees["b"]) > len(step.trees["c"]) == 1
@@ -197,8 +204,8 @@ def test_trees_shrink_to_their_best_nodes_before_anyone_is_preempted(target: Mak
         bench.offer(id, tree)
     step = bench.step(HOLDS_LAST)
     assert step
-    assert step.nodes["a"] == rank([trees["a"]], 27)[0]
-    assert step.nodes["b"] == rank([trees["b"]], 3)[0]
+    assert step.nodes["a"] == rank([Entry(trees["a"])], 27)[0]
+    assert step.nodes["b"] == rank([Entry(trees["b"])], 3)[0]
     assert bench.counters["shrunk_trees"] == 2
     assert bench.counters["preemptions"] == 0
     assert bench.finish() == texts(plain, *sessions)
@@ -407,7 +414,8 @@ def test_whatever_comes_and_goes_steps_stay_within_their_limits_and_texts_are_ri
                 id = str(turn)
                 right[id] = expected[kind]
                 opened = Session(id, kinds[kind].prompt, kinds[kind].params, kinds[kind].seed)
-                bench.open(opened, speculative=rng.random() < 0.7)
+                speculative, priority = rng.random() < 0.7, rng.choice(list(Priority))
+                bench.open(opened, speculative, priced=rng.random() < 0.5, priority=priority)
             for id in list(bench.scheduler.seats):
                 if rng.random() < 0.02:
                     bench.close(id)
@@ -429,6 +437,78 @@ def test_whatever_comes_and_goes_steps_stay_within_their_limits_and_texts_are_ri
         *("preemptions", "prefix_hit_tokens", "chunked_prefills", "left"),
     ):
         assert seen[event] > 0, event
+
+
+def seeded(bench: Bench, row_s: float) -> None:
+    """Let a bench believe that a step takes a second, and so much more for each row; trees take less."""
+    budget = bench.scheduler.budget
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        for _ in range(50):
+            budget.cost.observe(rows, 1.0 + rows * row_s)
+    for now in range(100):
+        budget.idle()
+        budget.stepped(now, now + 1, 1.0)
+        budget.waited(0.3)
+    budget.idle()
+
+
+def test_a_priced_tree_gets_as_many_nodes_as_are_worth_their_time_and_others_all(target: Make) -> None:
+    verified: dict[tuple[float, bool], int] = {}
+    for row_s in (0.0, 1.0):
+        for priced in (True, False):
+            bench = Bench(target("llama"), 200)
+            bench.open(session("a", 5), True, priced=priced)
+            bench.step()
+            seeded(bench, row_s)
+            bench.offer("a", star(bench.pending("a"), 20, first=0.06))
+            step = bench.step(HOLDS_LAST)
+            assert step
+            verified[row_s, priced] = len(step.trees["a"])
+    assert verified[0.0, False] == verified[1.0, False] == 20
+    assert verified[0.0, True] > 15
+    assert verified[1.0, True] < 3
+
+
+def test_an_outcome_tells_priced_sessions_what_a_node_must_be_worth(target: Make, plain: Make) -> None:
+    told = {}
+    for row_s in (0.0, 1 / 16):
+        bench = Bench(target("llama"), 200)
+        talks = [session("priced", 5, 20), session("fixed", 5, 20)]
+        for talk in talks:
+            bench.open(talk, True, priced=talk.id == "priced")
+        bench.step()
+        seeded(bench, row_s)
+        for talk in talks:
+            coming = plain("llama").text(talk)[1:9]
+            bench.offer(talk.id, DraftTree.chain((bench.pending(talk.id), *coming), (1.0, *[0.9] * 8)))
+        bench.step(HOLDS_LAST)
+        priced, fixed = bench.far.replies[-2:]
+        assert (fixed.wanted, fixed.price, fixed.pace) == (True, 0.0, 0.0)
+        assert priced.wanted
+        told[row_s] = priced
+    assert told[0.0].price <= told[1 / 16].price
+    assert told[0.0].pace > told[1 / 16].pace > 0
+
+
+def test_a_session_whose_trees_do_not_pay_goes_on_without_and_sends_no_features(
+    target: Make, plain: Make
+) -> None:
+    bench = Bench(target("llama"), 200, max_model_len=200)
+    talk = session("a", 5, max_tokens=120)
+    bench.open(talk, True, priced=True)
+    bench.step()
+    wanted = []
+    while "a" in bench.scheduler.seats:
+        seeded(bench, 1.0)
+        if bench.far.replies[-1].wanted:
+            bench.offer("a", star(bench.pending("a"), 9, first=0.1))
+        bench.step()
+        reply = bench.far.replies[-1]
+        wanted.append(reply.wanted)
+        assert reply.wanted or reply.features is None
+    assert sum(wanted[:10]) > 5, "they are looked at first"
+    assert sum(wanted[60:]) <= 6
+    assert bench.far.texts == texts(plain, talk)
 
 
 def documents(*schemas: str) -> list[Session]:

@@ -29,19 +29,23 @@ REPLICA_KIND_DRAFT: ReplicaKind
 REPLICA_KIND_VERIFY: ReplicaKind
 
 class DraftConfig(_message.Message):
-    __slots__ = ("shape", "levels", "beam", "budget")
+    __slots__ = ("shape", "levels", "beam", "budget", "adaptive_levels", "adaptive_budget")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     BEAM_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     shape: TreeShape
     levels: int
     beam: int
     budget: int
-    def __init__(self, shape: _Optional[_Union[TreeShape, str]] = ..., levels: _Optional[int] = ..., beam: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
+    adaptive_levels: bool
+    adaptive_budget: bool
+    def __init__(self, shape: _Optional[_Union[TreeShape, str]] = ..., levels: _Optional[int] = ..., beam: _Optional[int] = ..., budget: _Optional[int] = ..., adaptive_levels: _Optional[bool] = ..., adaptive_budget: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_length", "params", "speculative", "draft", "want_trees", "traceparent")
+    __slots__ = ("session", "tokens", "prompt_length", "params", "speculative", "draft", "want_trees", "traceparent", "priority")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +54,7 @@ class GenerateRequest(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     WANT_TREES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
@@ -58,7 +63,8 @@ class GenerateRequest(_message.Message):
     draft: DraftConfig
     want_trees: bool
     traceparent: str
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[bool] = ..., draft: _Optional[_Union[DraftConfig, _Mapping]] = ..., want_trees: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    priority: _session_pb2.Priority
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[bool] = ..., draft: _Optional[_Union[DraftConfig, _Mapping]] = ..., want_trees: _Optional[bool] = ..., traceparent: _Optional[str] = ..., priority: _Optional[_Union[_session_pb2.Priority, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "round", "finished", "moved", "draining")
@@ -141,7 +147,7 @@ class DraftServiceStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftServiceStatusResponse(_message.Message):
-    __slots__ = ("model", "fingerprint", "dtype", "device", "running", "num_pages", "free_pages", "verifiers", "counters")
+    __slots__ = ("model", "fingerprint", "dtype", "device", "running", "num_pages", "free_pages", "verifiers", "counters", "cost", "reliability")
     class VerifiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +162,13 @@ class DraftServiceStatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CostEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +178,8 @@ class DraftServiceStatusResponse(_message.Message):
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    RELIABILITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: bytes
     dtype: str
@@ -174,4 +189,20 @@ class DraftServiceStatusResponse(_message.Message):
     free_pages: int
     verifiers: _containers.ScalarMap[str, bool]
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., running: _Optional[int] = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., verifiers: _Optional[_Mapping[str, bool]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    cost: _containers.ScalarMap[int, float]
+    reliability: _containers.RepeatedCompositeFieldContainer[Reliability]
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., running: _Optional[int] = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., verifiers: _Optional[_Mapping[str, bool]] = ..., counters: _Optional[_Mapping[str, int]] = ..., cost: _Optional[_Mapping[int, float]] = ..., reliability: _Optional[_Iterable[_Union[Reliability, _Mapping]]] = ...) -> None: ...
+
+class Reliability(_message.Message):
+    __slots__ = ("band", "error", "counts", "confidences", "accepted")
+    BAND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    band: str
+    error: float
+    counts: _containers.RepeatedScalarFieldContainer[float]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    accepted: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, band: _Optional[str] = ..., error: _Optional[float] = ..., counts: _Optional[_Iterable[float]] = ..., confidences: _Optional[_Iterable[float]] = ..., accepted: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -36,6 +36,12 @@ class FeatureDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FEATURE_DTYPE_FLOAT64: _ClassVar[FeatureDtype]
     FEATURE_DTYPE_FLOAT32: _ClassVar[FeatureDtype]
     FEATURE_DTYPE_BFLOAT16: _ClassVar[FeatureDtype]
+
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_LATENCY: _ClassVar[Priority]
+    PRIORITY_THROUGHPUT: _ClassVar[Priority]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -57,6 +63,9 @@ FEATURE_DTYPE_UNSPECIFIED: FeatureDtype
 FEATURE_DTYPE_FLOAT64: FeatureDtype
 FEATURE_DTYPE_FLOAT32: FeatureDtype
 FEATURE_DTYPE_BFLOAT16: FeatureDtype
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_LATENCY: Priority
+PRIORITY_THROUGHPUT: Priority
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

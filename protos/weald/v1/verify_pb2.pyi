@@ -30,7 +30,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, features: _Optional[_Union[Features, _Mapping]] = ..., replies: _Optional[_Union[Replies, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "tokens", "prompt_length", "params", "seed", "fingerprint", "speculative", "features_from", "traceparent")
+    __slots__ = ("session", "epoch", "tokens", "prompt_length", "params", "seed", "fingerprint", "speculative", "features_from", "traceparent", "priced", "priority")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class Open(_message.Message):
     SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PRICED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     session: str
     epoch: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -51,7 +53,9 @@ class Open(_message.Message):
     speculative: bool
     features_from: int
     traceparent: str
-    def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., speculative: _Optional[bool] = ..., features_from: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    priced: bool
+    priority: _session_pb2.Priority
+    def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., speculative: _Optional[bool] = ..., features_from: _Optional[int] = ..., traceparent: _Optional[str] = ..., priced: _Optional[bool] = ..., priority: _Optional[_Union[_session_pb2.Priority, str]] = ...) -> None: ...
 
 class Proposals(_message.Message):
     __slots__ = ("sessions", "epochs", "rounds", "root_positions", "sizes", "tokens", "parents", "confidences", "traceparent")
@@ -102,7 +106,7 @@ class Features(_message.Message):
     def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Replies(_message.Message):
-    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "traceparent", "logprob_counts", "logprobs")
+    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "traceparent", "logprob_counts", "logprobs", "prices", "paces")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +129,8 @@ class Replies(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_COUNTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRICES_FIELD_NUMBER: _ClassVar[int]
+    PACES_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedScalarFieldContainer[str]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     rounds: _containers.RepeatedScalarFieldContainer[int]
@@ -147,7 +153,9 @@ class Replies(_message.Message):
     traceparent: str
     logprob_counts: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _session_pb2.Logprobs
-    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., traceparent: _Optional[str] = ..., logprob_counts: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    prices: _containers.RepeatedScalarFieldContainer[float]
+    paces: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., traceparent: _Optional[str] = ..., logprob_counts: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ..., prices: _Optional[_Iterable[float]] = ..., paces: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "accept_ns", "commit_ns")
@@ -180,7 +188,7 @@ class VerifyServiceStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifyServiceStatusResponse(_message.Message):
-    __slots__ = ("model", "fingerprint", "dtype", "device", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages", "load", "counters")
+    __slots__ = ("model", "fingerprint", "dtype", "device", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages", "load", "counters", "cost")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +196,13 @@ class VerifyServiceStatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CostEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +215,7 @@ class VerifyServiceStatusResponse(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: bytes
     dtype: str
@@ -212,4 +228,5 @@ class VerifyServiceStatusResponse(_message.Message):
     num_pages: int
     load: _session_pb2.Load
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    cost: _containers.ScalarMap[int, float]
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., cost: _Optional[_Mapping[int, float]] = ...) -> None: ...
