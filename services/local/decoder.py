@@ -52,6 +52,8 @@ class _Decoding:
     pending: int
     """Its pending token."""
     offer: Offer
+    streak: int = 0
+    """Trees that it wanted in a row."""
     prospect: Prospect = field(default_factory=Prospect)
 
 
@@ -138,9 +140,10 @@ def _account(
     for id, result in results.items():
         session = going[id]
         if session.offer.wanted:
-            budget.waited(drafted - started)
+            budget.waited(drafted - started, first=session.streak == 1)
             budget.verified(session.prospect, proposed[id], trees[id], len(result.outcome.accepted))
-        session.offer = budget.offer(session.prospect, 1.0, len(going))
+        session.offer = budget.offer(session.prospect, 1.0, len(going), session.streak)
+        session.streak = session.streak + 1 if session.offer.wanted else 0
 
 
 def _advance(drafter: TreeSource | None, going: dict[str, _Decoding], id: str, result: Verified) -> None:

@@ -16,10 +16,14 @@ from services.types.tree import MAX_NODES, DraftTree
 
 FORGETTING = 0.05
 """Weight of the newest of a session's trees, or of the service's steps."""
-SHRINKAGE = 4.0
-"""A session's own trees count against those of all as so many of these would."""
+SHRINKAGE = 16.0
+"""A session's own trees, and nodes promised, count against those of all as so many of these would."""
+DOUBT = 4.0
+"""What all trees have promised counts against their word as so many nodes that were kept would."""
 PROBE_SHARE = 0.01
 """Of the sessions' time, what trees that are not expected to pay may cost."""
+STAY = 8
+"""Rounds over which what the first tree of a session takes longer than others is spread."""
 FIRST_ROUNDS = 8
 """Trees that are looked at before any session is denied one."""
 LEAST_TRUST, MOST_TRUST = 0.01, 1.5
@@ -66,9 +70,10 @@ class Prospect:
         self.promised += sum(verified.values[1:]) - self.forgetting * self.promised
         self.accepted += accepted - self.forgetting * self.accepted
 
-    def trust(self, usual: float = 1.0) -> float:
-        """Nodes accepted for each that was promised; `usual` as long as there is little to go by."""
-        trust = (self.accepted + SHRINKAGE * usual) / (self.promised + SHRINKAGE)
+    def trust(self, usual: float | None = None) -> float:
+        """Nodes accepted for each promised; with little to go by, as many as is usual, or all."""
+        known, taken = (1.0, DOUBT) if usual is None else (usual, SHRINKAGE)
+        trust = (self.accepted + taken * known) / (self.promised + taken)
         return min(max(trust, LEAST_TRUST), MOST_TRUST)
 
     def gains(self, all: "Prospect") -> list[float]:
@@ -80,6 +85,22 @@ class Prospect:
         trust = self.trust(all.trust())
         pairs = zip_longest(self.values, all.values, fillvalue=0.0)
         return [trust * (own * mine + (1 - own) * theirs) for mine, theirs in pairs]
+
+
+@dataclass(slots=True)
+class _Waits:
+    """How long something takes: the mean of logarithms, as one interruption says little of the next."""
+
+    count: float = 0.0
+    log_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return math.exp(self.log_s) if self.count else 0.0
+
+    def see(self, seconds: float) -> None:
+        self.count = min(self.count + 1, 1 / (2 * FORGETTING))
+        self.log_s += (math.log(max(seconds, _LEAST_DELAY_S)) - self.log_s) / self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +123,7 @@ class Budget:
         self._tokens = 0.0
         self._seconds = 0.0
         self._ended: float | None = None
-        self._log_delay = 0.0
-        self._waits = 0.0
+        self._lead_in, self._delay = _Waits(), _Waits()
         self._all = Prospect(FORGETTING / 2)
         self._spread = 0.5, 0.5
         self._takes: dict[tuple[int, float], list[float]] = {}
@@ -120,8 +140,8 @@ class Budget:
 
     @property
     def delay(self) -> float:
-        """Seconds from the outcome that wants a tree to the start of the step that has it, lately."""
-        return math.exp(self._log_delay) if self._waits else 0.0
+        """Seconds from the outcome that wants a tree to its arrival, lately, where one came before it."""
+        return self._delay.seconds
 
     def idle(self) -> None:
         """No session runs: the time until the next does has no price."""
@@ -143,11 +163,13 @@ class Budget:
         self._spread = (first + _STRIDES[0]) % 1, (second + _STRIDES[1]) % 1
         self._takes.clear()
 
-    def waited(self, seconds: float) -> None:
-        """Take in how long it took from an outcome that wanted a tree to the step that had it."""
-        # The mean of logarithms: a drafter that was interrupted, or warmed up, says little of the next round.
-        self._waits = min(self._waits + 1, 1 / (2 * FORGETTING))
-        self._log_delay += (math.log(max(seconds, _LEAST_DELAY_S)) - self._log_delay) / self._waits
+    def waited(self, seconds: float, first: bool) -> None:
+        """Take in how long it took from an outcome that wanted a tree until it came, or was given up.
+
+        The first tree after plain steps is another matter than those behind it: its drafter has to extend by
+        all that it has missed.
+        """
+        (self._lead_in if first else self._delay).see(seconds)
 
     def verified(self, prospect: Prospect, proposed: DraftTree, verified: DraftTree, accepted: int) -> None:
         """Take in what became of a session's tree.
@@ -161,7 +183,7 @@ class Budget:
         prospect.see(proposed, verified, accepted)
         self._all.see(proposed, verified, accepted)
 
-    def offer(self, prospect: Prospect, weight: float, sessions: int) -> Offer:
+    def offer(self, prospect: Prospect, weight: float, sessions: int, streak: int) -> Offer:
         """Tree or plain: whether sessions like this one would be faster with trees than without.
 
         With n nodes, what they bring comes once in the time until the tree is there and the step that has it;
@@ -169,20 +191,23 @@ class Budget:
         this one: a place beside their trees is no measure, since each would find it better than none where
         all would be better off plain.
 
-        Where trees are not expected to pay, one is had now and then all the same, after the same step by all:
-        that is how long trees take when they are wanted.
+        Where trees are not expected to pay, two are had now and then all the same, after the same step by
+        all: that is how long trees take when they are wanted.
 
         Args:
             prospect: the session's.
             weight: of its tokens.
             sessions: that run, this one among them.
+            streak: trees that it wanted in a row until now.
         """
-        if not self.cost.known or not self._waits:
+        if not self.cost.known or not self._delay.count:
             return Offer(True, 0.0, 0.0)
         alike = 1 + (sessions - 1) / weight
         seconds, delay = self._steps(sessions, alike), self.delay
+        lead_in = max(self._lead_in.seconds, delay)
+        begins = delay if streak else delay + (lead_in - delay) / STAY
         tokens = accumulate(prospect.gains(self._all), initial=1.0)
-        rates = [gain / (delay + takes) for gain, takes in zip(tokens, seconds, strict=False)]
+        rates = [gain / (begins + takes) for gain, takes in zip(tokens, seconds, strict=False)]
         plain, tree = 1 / seconds[0], max(rates)
         nodes = rates.index(tree)
         if tree > plain or self._all.rounds < FIRST_ROUNDS:
@@ -190,8 +215,10 @@ class Budget:
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
             dearness = (seconds[nodes] - seconds[max(nodes - 1, 0)]) / alike
             return Offer(True, self.rate / weight / trust * dearness, max(plain, tree))
-        lost = (delay + seconds[nodes]) * (1 - tree / plain)
-        return Offer(self._spread[0] * lost < PROBE_SHARE * seconds[0], 0.0, plain)
+        takes = lead_in + delay + 2 * seconds[nodes]
+        lost = takes - 2 * tree * (begins + seconds[nodes]) / plain
+        probing = streak == 1 or self._spread[0] * lost < PROBE_SHARE * seconds[0]
+        return Offer(probing, 0.0, plain)
 
     def nodes(self, gains: Sequence[float], base: int) -> int:
         """How many draft nodes of a forest are worth their time.

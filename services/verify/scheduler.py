@@ -95,6 +95,8 @@ class Seat:
     """Whether its grammar is still being compiled; others overtake it meanwhile."""
     asked: float = 0.0
     """Seconds, when the tree it is held for was wanted."""
+    streak: int = 0
+    """Trees that it wanted in a row."""
     prospect: Prospect = field(default_factory=Prospect)
     """What its trees have been like."""
 
@@ -221,7 +223,10 @@ class Scheduler:
             if seat.proposal and id in step.trees and seat.request.priced:
                 tree, accepted = step.trees[id], outcomes[id].accepted
                 budget.verified(seat.prospect, seat.proposal.tree, tree, len(accepted))
-        return {id: self.tree_or_plain(seat) for id, seat in seats.items() if not outcomes[id].finish}
+        offers = {id: self.tree_or_plain(seat) for id, seat in seats.items() if not outcomes[id].finish}
+        for id, offer in offers.items():
+            seats[id].streak = seats[id].streak + 1 if offer.wanted else 0
+        return offers
 
     def tree_or_plain(self, seat: Seat) -> Offer:
         """Whether a session would do well to have a tree now."""
@@ -229,7 +234,7 @@ class Scheduler:
             return NO_TREE
         if not seat.request.priced:
             return ANY_TREE
-        return self.budget.offer(seat.prospect, seat.weight, len(self))
+        return self.budget.offer(seat.prospect, seat.weight, len(self), seat.streak)
 
     def patience(self, now: float) -> float:
         """Seconds until something can happen by itself: a hold ends, or a link is to be looked at again."""
@@ -295,7 +300,8 @@ class Scheduler:
             trees[seat.id], nodes[seat.id] = entry.tree.keep(kept), kept
             room.tokens -= len(kept)
             if seat.held_until and seat.request.priced:
-                self.budget.waited(now - seat.asked)
+                came = seat.arrived if seat.proposal else now
+                self.budget.waited(came - seat.asked, first=seat.streak == 1)
             if not seat.proposal and seat.held_until:
                 seat.missed += 1
                 self.counters["missed_trees"] += 1

@@ -11,41 +11,41 @@ from services.verify.verifier import Verifier, pages_for
 PROMPT = 8
 REPEATS = 3
 """The first of each size is not counted: it may compile, and allocate."""
-LONGEST_S = 0.25
-"""After a step that takes so long, larger ones are left to be learnt at work."""
+CONTEXT = PROMPT * (1 + REPEATS)
+"""Tokens that a session comes to."""
+WITHIN_S = 2.0
+"""Sizes that do not come about so soon are left to be learnt at work: a replica is waited for."""
 
 
 def warm_up(verifier: Verifier, cost: Cost, most: int) -> None:
     """Measure steps of 1, 2, 4, … rows, up to `most` or what the pages hold; nothing stays open."""
-    if verifier.max_model_len < 2 * PROMPT:
+    if verifier.max_model_len < CONTEXT:
         return
-    sessions = verifier.pool.num_pages // pages_for(PROMPT, verifier.pool.page_size)
-    rows, most = 1, min(most, MAX_NODES * sessions)
-    while rows <= most:
-        taken = [_step(verifier, rows) for _ in range(REPEATS)][1:]
-        for seconds in taken:
+    sessions = verifier.pool.num_pages // pages_for(CONTEXT, verifier.pool.page_size)
+    rows, began = 1, time.perf_counter()
+    while rows <= min(most, MAX_NODES * sessions) and time.perf_counter() - began < WITHIN_S:
+        for seconds in _steps(verifier, rows)[1:]:
             cost.observe(rows, seconds)
-        if max(taken) > LONGEST_S:
-            break
         rows *= 2
     verifier.tokens_forwarded = verifier.tokens_prefilled = 0
 
 
-def _step(verifier: Verifier, rows: int) -> float:
-    """Seconds of a step of trees with so many nodes together."""
-    full, rest = divmod(rows, MAX_NODES)
-    sizes = [MAX_NODES] * full + [rest] * (rest > 0)
-    params = SamplingParams(max_tokens=PROMPT, temperature=0.0, ignore_eos=True)
-    trees = {}
-    for i, size in enumerate(sizes):
+def _steps(verifier: Verifier, rows: int) -> list[float]:
+    """Seconds of steps of trees with so many nodes together."""
+    params = SamplingParams(max_tokens=CONTEXT - PROMPT, temperature=0.0, ignore_eos=True)
+    sizes: dict[str, int] = {}
+    for i, first in enumerate(range(0, rows, MAX_NODES)):
         prompt = tuple((i + j) % verifier.target.vocab_size for j in range(PROMPT))
         session = Session(f"warm-up {i}", prompt, params, 0)
-        (root,) = verifier.open(session).outcome.tokens
-        trees[session.id] = _binary(root, size)
-    started = time.perf_counter()
-    verifier.step(trees)
-    taken = time.perf_counter() - started
-    for id in trees:
+        verifier.open(session)
+        sizes[session.id] = min(MAX_NODES, rows - first)
+    taken = []
+    for _ in range(REPEATS):
+        trees = {id: _binary(verifier.pending(id)[1], size) for id, size in sizes.items()}
+        began = time.perf_counter()
+        verifier.step(trees)
+        taken.append(time.perf_counter() - began)
+    for id in sizes:
         verifier.close(id)
     return taken
 

@@ -448,7 +448,7 @@ def seeded(bench: Bench, row_s: float) -> None:
     for now in range(100):
         budget.idle()
         budget.stepped(now, now + 1, 1.0)
-        budget.waited(0.3)
+        budget.waited(0.3, first=False)
     budget.idle()
 
 
