@@ -11,6 +11,7 @@ from services.cli.bench import bench
 from services.cli.draft import draft
 from services.cli.gateway import gateway
 from services.cli.generate import generate
+from services.cli.simulate import simulate
 from services.cli.store import store
 from services.cli.train_head import train_head
 from services.cli.verify import verify
@@ -46,3 +47,4 @@ app.command()(gateway)
 app.command()(store)
 app.command()(train_head)
 app.add_typer(bench)
+app.add_typer(simulate)
