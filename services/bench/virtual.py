@@ -29,7 +29,7 @@ from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import MAX_NODES, DraftTree
 from services.verify.scheduler import NO_TREE, Scheduler, Seat, Step
-from services.verify.warmup import LONGEST_S, REPEATS
+from services.verify.warmup import REPEATS, WITHIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +269,12 @@ class _Verify:
 
     def _warm_up(self) -> None:
         """As `warm_up` measures it."""
-        machine, rows = self._world.setting.machine, 1
-        while rows <= self._world.setting.limits.max_num_batched_tokens:
+        machine, rows, taken = self._world.setting.machine, 1, 0.0
+        while rows <= self._world.setting.limits.max_num_batched_tokens and taken < WITHIN_S:
             seconds = machine.step(rows, -(-rows // MAX_NODES), 0)
             for _ in range(REPEATS - 1):
                 self.scheduler.budget.cost.observe(rows, seconds)
-            if seconds > LONGEST_S:
-                break
+            taken += REPEATS * seconds
             rows *= 2
 
     def _go_on(self) -> None:

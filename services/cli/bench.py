@@ -35,6 +35,27 @@ def tau(
 
 
 @bench.command()
+def calibration(
+    questions: Annotated[Path, typer.Option(help="A directory of question sets, TASK.jsonl each.")],
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each task; all if absent.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 64,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0 and 1 if absent.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the reliability curves here.")] = None,
+) -> None:
+    """How often nodes are accepted, by the head's confidence, before and after correction."""
+    from services.bench.calibration import bench_calibration
+    from services.local.models import load
+
+    models = load(model, speculative_model, speculative=True, device=device, dtype=dtype)
+    bench_calibration(models, questions, limit, max_tokens, temperature or [0.0, 1.0], json, plot)
+
+
+@bench.command()
 def step(
     model: Model = "smollm2-135m",
     context: Annotated[int, typer.Option(help="Tokens before the step.")] = 256,
@@ -93,26 +114,42 @@ def turns(
 
 @bench.command()
 def load(
-    sessions: Annotated[str, typer.Option(help="How many sessions at once, like 1,2,4.")] = "1,2,4,8,16",
+    sessions: Annotated[str, typer.Option(help="How many sessions at once, like 1,2,4.")] = "1,2,4,8,16,32",
     questions: Annotated[Path | None, typer.Option(help="A directory of question sets.")] = None,
     model: Model = "smollm2-135m",
     speculative_model: Head = None,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Interleaved repetitions, of which medians are shown.")] = 3,
-    nodes: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = 60,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of every answer.")] = 64,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Interleaved repetitions, of which medians are shown.")
+    ] = 3,
+    knowing: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0,
+            max=1,
+            help="In place of the head, know the texts: the first child of a node is right this often.",
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens/s by sessions here: an .svg or a .png.")
+    ] = None,
 ) -> None:
-    """Tokens/s and time per token of many sessions through the services, speculative against plain."""
-    from services.bench.load import bench_load
+    """Tokens/s of many sessions through the services: trees that pay, fixed trees and plain decoding."""
+    from services.bench.load import Load, bench_load
     from services.bench.questions import some_prompts
 
     try:
         counts = [int(count) for count in sessions.split(",")]
     except ValueError as error:
         raise typer.BadParameter("write numbers with commas between, like 1,2,4") from error
-    prompts = some_prompts(questions, max(counts))
-    bench_load(model, speculative_model, dtype, nodes, counts, prompts, max_tokens, repeats, json)
+    if min(counts) < 1:
+        raise typer.BadParameter("there is at least 1 session")
+    prompts = some_prompts(questions, max(*counts, repeats))
+    asked = Load(model, speculative_model, dtype, counts, max_tokens, repeats, knowing)
+    bench_load(asked, prompts, json, plot)
 
 
 @bench.command()

@@ -10,7 +10,7 @@ import torch
 from services.bench.gateway import PARALLEL, bench_gateway
 from services.bench.journal import bench_journal
 from services.bench.link import WIDTHS, bench_link
-from services.bench.load import bench_load
+from services.bench.load import FIXED, MODES, Load, bench_load
 from services.bench.questions import PROMPTS, some_prompts
 from services.bench.turns import bench_turns
 
@@ -41,22 +41,43 @@ def test_the_link_is_measured_in_real_rounds_and_alone_beside_an_echo_of_the_sam
     assert "70B" in capsys.readouterr().out
 
 
-def test_the_load_is_the_same_text_in_both_modes_and_the_json_says_what_the_table_shows(
-    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("knowing", [None, 0.9])
+def test_the_load_is_the_same_text_in_all_modes_and_the_json_says_what_the_table_shows(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], knowing: float | None
 ) -> None:
-    file = tmp_path / "load.json"
+    file, plot = tmp_path / "load.json", tmp_path / "load.svg"
     target, head = str(checkpoints.target), str(checkpoints.head)
-    bench_load(target, head, "float64", 16, [1, 3], ["abc", "dea.", "fgh"], 12, 1, file)
-    rows = json.loads(file.read_text())["rows"]
-    assert [(row["sessions"], row["mode"]) for row in rows] == [
-        (sessions, mode) for sessions in (1, 3) for mode in ("plain", "speculative")
-    ]
+    load = Load(target, head, "float64", [1, 3], max_tokens=24, repeats=1, knowing=knowing)
+    bench_load(load, ["abc", "dea.", "fgh"], file, plot)
+    record = json.loads(file.read_text())
+    rows = record["rows"]
+    assert [(row["sessions"], row["mode"]) for row in rows] == [(n, mode) for n in (1, 3) for mode in MODES]
     for row in rows:
-        assert row["identical"] == row["answers"] == row["sessions"]
-        assert (row["tau"] is None) == (row["mode"] == "plain")
+        (repeat,) = row["repeats"]
+        assert repeat["tokens_per_s"] == row["tokens_per_s"]
+        assert row["identical"] == row["answers"] == row["sessions"] == len(repeat["rounds"])
         assert row["tokens_per_s"] > 0
-        assert row["ratio"] > 0
-    assert "speculative" in capsys.readouterr().out
+        if row["mode"] in FIXED:
+            # The last token of an answer needs no tree.
+            assert row["tree_share"] > 0.5
+            assert 1 < row["nodes"] <= 60
+        if row["mode"] == "plain":
+            assert row["tau"] is None
+            assert row["ratio"] == 1
+            assert row["tree_share"] == 0
+            assert "trees_verified" not in repeat["counters"]["verify"]
+    fixed = [row for row in rows if row["mode"] == "fixed 60"]
+    assert all(row["tau"] > (3 if knowing else 1) for row in fixed)
+    for summary in record["summary"]:
+        (auto,) = (row for row in rows if (row["sessions"], row["mode"]) == (summary["sessions"], "auto"))
+        assert summary["plain"] == pytest.approx(auto["ratio"])
+        assert summary["best_fixed"] in FIXED
+    assert record["settings"]["knowing"] == knowing
+    for curve in record["cost"].values():
+        assert curve == sorted(curve)
+    assert record["cost"]["verify"]
+    assert "fixed static" in capsys.readouterr().out
+    assert "sessions" in plot.read_text()
 
 
 def test_a_second_turn_computes_only_what_is_new_at_both_services(
