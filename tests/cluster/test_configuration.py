@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.configuration import ClusterConfig, Replicas, parse, read
-from services.types.configuration import DraftConfig, TreeShape, VerifyLimits
+from services.types.configuration import DraftConfig, TreeShape, VerifyLimits, sized
 from services.types.errors import ErrorCode, WealdError
 
 MODEL: dict[str, Any] = {"model": "m"}
@@ -25,7 +25,7 @@ def refused(values: dict[str, Any]) -> str:
 def test_a_model_is_enough_and_the_rest_is_as_the_services_have_it() -> None:
     config = parse(MODEL)
     assert config.verify.limits == VerifyLimits()
-    assert config.draft.config == DraftConfig()
+    assert config.draft.config == sized(TreeShape.DYNAMIC, "auto", DraftConfig().beam, "auto")
     assert config.store == "embedded"
     assert config.verify.replicas == config.draft.replicas == Replicas(min=1, max=1)
 
