@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from services.bench.replicas import WHOLE_TREES
 from services.bench.streams import Account, Stream, account, heard_all, undisturbed
 from services.bench.victims import PATIENCE_S, POLL_S, Cluster, Victim, cluster, until
 from services.local.models import Models, load
@@ -148,7 +149,7 @@ def shared_ground(
 ) -> Iterator[Ground]:
     """Two verify and two draft replicas and a Redis, for all tests of a module."""
     named = ("--model", checkpoints.target, "--dtype", "float64", "--kv-cache-memory", "8MiB")
-    draft = (*named, "--speculative-model", checkpoints.head)
+    draft = (*named, "--speculative-model", checkpoints.head, *WHOLE_TREES)
     running = cluster(tmp_path_factory.mktemp("cluster"), (*named, "--expiry", EXPIRY_S, *limits), draft)
     with asyncio.Runner() as runner:
         found = runner.run(running.__aenter__())
