@@ -29,7 +29,7 @@ from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import MAX_NODES, DraftTree
 from services.verify.scheduler import NO_TREE, Scheduler, Seat, Step
-from services.verify.warmup import REPEATS, WITHIN_S
+from services.verify.warmup import MOST_ROWS, REPEATS, WITHIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,8 @@ class _Verify:
     def _warm_up(self) -> None:
         """As `warm_up` measures it."""
         machine, rows, taken = self._world.setting.machine, 1, 0.0
-        while rows <= self._world.setting.limits.max_num_batched_tokens and taken < WITHIN_S:
+        most = min(self._world.setting.limits.max_num_batched_tokens, MOST_ROWS)
+        while rows <= most and taken < WITHIN_S:
             seconds = machine.step(rows, -(-rows // MAX_NODES), 0)
             for _ in range(REPEATS - 1):
                 self.scheduler.budget.cost.observe(rows, seconds)

@@ -13,8 +13,8 @@ REPEATS = 3
 """The first of each size is not counted: it may compile, and allocate."""
 CONTEXT = PROMPT * (1 + REPEATS)
 """Tokens that a session comes to."""
-WITHIN_S = 2.0
-"""Sizes that do not come about so soon are left to be learnt at work: a replica is waited for."""
+MOST_ROWS, WITHIN_S = 256, 2.0
+"""Larger sizes, and those that do not come about so soon, are learnt at work: a replica is waited for."""
 
 
 def warm_up(verifier: Verifier, cost: Cost, most: int) -> None:
@@ -22,8 +22,8 @@ def warm_up(verifier: Verifier, cost: Cost, most: int) -> None:
     if verifier.max_model_len < CONTEXT:
         return
     sessions = verifier.pool.num_pages // pages_for(CONTEXT, verifier.pool.page_size)
-    rows, began = 1, time.perf_counter()
-    while rows <= min(most, MAX_NODES * sessions) and time.perf_counter() - began < WITHIN_S:
+    rows, most, began = 1, min(most, MOST_ROWS, MAX_NODES * sessions), time.perf_counter()
+    while rows <= most and time.perf_counter() - began < WITHIN_S:
         for seconds in _steps(verifier, rows)[1:]:
             cost.observe(rows, seconds)
         rows *= 2

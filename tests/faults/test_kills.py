@@ -64,7 +64,7 @@ def test_streams_survive_both_sides_dying_at_once(ground: Any, seed: int) -> Non
 
 @pytest.mark.parametrize("kind", list(ReplicaKind))
 def test_streams_survive_one_replica_after_the_other_dying(ground: Any, kind: ReplicaKind) -> None:
-    streams = ground.begin(f"again {kind}", 4, tokens=(180, 200))
+    streams = ground.begin(f"again {kind}", 4, tokens=(225, 240))
 
     async def kill() -> None:
         for _ in range(4):
