@@ -231,7 +231,6 @@ def bench_simulate(
     load: Load,
     sessions: Sequence[int],
     replicas: Mapping[str, int],
-    gather: float,
     measured: Path | None,
     json_file: Path | None,
     plots: Path | None,
@@ -239,10 +238,9 @@ def bench_simulate(
     """Simulate shapes, print a table of each, write all figures, draw them."""
     console, found = Console(), dict[str, Any]()
     file = traces or PACKAGED
-    setting = {**replicas, "gather": gather}
     for name in shapes:
         shape = hardware(name, source if name != "smollm2" else "recorded", file, load, max(sessions))
-        found[name] = run_shape(shape, load, sessions, setting)
+        found[name] = run_shape(shape, load, sessions, replicas)
         console.print(_table(name, found[name]["rows"]))
         if name != "smollm2" and replicas["verifiers"] == 1:
             with tqdm(desc=f"draft replicas for {name}", unit="run") as bar:
@@ -256,7 +254,7 @@ def bench_simulate(
         found["reproduced"] = reproduce(measured, file)
         console.print(_reproduced(found["reproduced"]))
     if json_file:
-        write_json(json_file, "simulate", asdict(load) | setting | {"trees": source}, found)
+        write_json(json_file, "simulate", asdict(load) | dict(replicas) | {"trees": source}, found)
 
 
 def reproduce(file: Path, traces: Path) -> dict[str, Any]:

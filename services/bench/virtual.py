@@ -80,8 +80,6 @@ class Setting:
     drafters: int = 1
     noise: float = 0.0
     """Of the logarithm of what a step or a batch of trees takes, its standard deviation."""
-    gather: float = 0.0
-    """A step waits for trees that are out this many times as long as it would take itself, at most."""
     seed: int = 0
 
 
@@ -258,7 +256,6 @@ class _Verify:
         self.scheduler = Scheduler(self.books, world.setting.limits)
         self._inbox: deque[_Live | tuple[Proposal, float]] = deque()
         self._busy = False
-        self._waiting_since: float | None = None
         self._warm_up()
 
     def receive(self, messages: Sequence[_Live | Proposal]) -> None:
@@ -289,8 +286,6 @@ class _Verify:
                 case (proposal, arrived):
                     if proposal.session in self.scheduler.seats:
                         self.scheduler.offer(proposal, arrived)
-        if self._gathers(now):
-            return
         step = self.scheduler.form(now)
         if step is None:
             patience = self.scheduler.patience(now)
@@ -303,27 +298,6 @@ class _Verify:
         seconds = self._world.setting.machine.step(rows, len(step.trees) + len(step.chunks), context)
         ends = self._world.compute(seconds, self._world.ledger.verifying)
         self._world.clock.at(ends, lambda: self._end(step, now))
-
-    def _gathers(self, now: float) -> bool:
-        """Whether trees that are out are waited for, although others could be verified."""
-        share, scheduler = self._world.setting.gather, self.scheduler
-        seats = scheduler.seats.values()
-        if not share or not any(seat.proposal for seat in seats):
-            self._waiting_since = None
-            return False
-        out = [seat for seat in seats if seat.held_until > now and not seat.proposal]
-        if not out:
-            self._waiting_since = None
-            return False
-        if self._waiting_since is None:
-            self._waiting_since = now
-        ready = [seat.proposal.tree for seat in seats if seat.proposal]
-        ends = self._waiting_since + share * scheduler.budget.cost.seconds(sum(map(len, ready)))
-        if ends <= now:
-            self._waiting_since = None
-            return False
-        self._world.clock.at(math.nextafter(ends, math.inf), self._go_on)
-        return True
 
     def _open(self, live: _Live) -> None:
         job, setting = live.served.job, self._world.setting

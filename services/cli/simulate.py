@@ -39,10 +39,6 @@ def run(
     verify_replicas: Annotated[int, typer.Option(min=1)] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="On average.")] = 512,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer, on average.")] = 128,
-    gather: Annotated[
-        float,
-        typer.Option(min=0, help="A step waits for trees so many times as long as it takes, at most."),
-    ] = 0.0,
     load: Annotated[Path | None, typer.Option(help="JSON of weald bench load, to be reproduced.")] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and drawn traces.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -60,7 +56,7 @@ def run(
     asked = Load(prompt_tokens, max_tokens, rate, seed)
     chosen = SHAPES if shape == "all" else (shape,)
     replicas = {"drafters": draft_replicas, "verifiers": verify_replicas}
-    bench_simulate(chosen, trees, traces, asked, counts, replicas, gather, load, json, plots)
+    bench_simulate(chosen, trees, traces, asked, counts, replicas, load, json, plots)
 
 
 @simulate.command()

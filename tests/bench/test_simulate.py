@@ -30,12 +30,11 @@ def serve(
     count: int,
     machine: Linear = FLAT,
     limits: VerifyLimits = LIMITS,
-    **options: float,
 ) -> Ledger:
     """So many jobs in a mode, eight at once."""
     config = MODES[mode]
     made = jobs(load, guesses[config.shape if config else TreeShape.DYNAMIC], count)
-    return simulate(Setting(machine, config, limits, **options), made, 8)  # type: ignore[arg-type]
+    return simulate(Setting(machine, config, limits), made, 8)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,13 +114,6 @@ def test_shared_processors_do_one_after_the_other(guesses: dict[TreeShape, tuple
     ledger = serve(guesses, "fixed 60", Load(20, 40, None, 3), 24, shared)
     busy = sorted([*ledger.verifying, *ledger.drafting])
     assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(busy))
-
-
-def test_a_step_that_waits_for_trees_has_more_of_them(guesses: dict[TreeShape, tuple[Guess, ...]]) -> None:
-    at_once, gathered = (
-        serve(guesses, "fixed 60", Load(20, 100, None, 3), 24, gather=gather) for gather in (0.0, 3.0)
-    )
-    assert gathered.counters["steps"] < 0.8 * at_once.counters["steps"]
 
 
 def test_what_was_counted_tells_what_each_thing_takes() -> None:
