@@ -30,11 +30,12 @@ def serve(
     count: int,
     machine: Linear = FLAT,
     limits: VerifyLimits = LIMITS,
+    **options: float,
 ) -> Ledger:
     """So many jobs in a mode, eight at once."""
     config = MODES[mode]
     made = jobs(load, guesses[config.shape if config else TreeShape.DYNAMIC], count)
-    return simulate(Setting(machine, config, limits), made, 8)
+    return simulate(Setting(machine, config, limits, **options), made, 8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", MODES)
