@@ -22,10 +22,10 @@ DOUBT = 4.0
 """What all trees have promised counts against their word as so many nodes that were kept would."""
 PROBE_SHARE = 0.01
 """Of the sessions' time, what trees that are not expected to pay may cost."""
-STAY = 8
+STAY = 32
 """Rounds over which what the first tree of a session takes longer than others is spread."""
 FIRST_ROUNDS = 8
-"""Trees that are looked at before any session is denied one."""
+"""Trees of each session that are looked at before any is denied one."""
 LEAST_TRUST, MOST_TRUST = 0.01, 1.5
 _STRIDES = 0.7548776662466927, 0.5698402909980532
 """Their multiples fill the unit square evenly: 1/g and 1/g² with g³ = g + 1."""
@@ -210,7 +210,7 @@ class Budget:
         rates = [gain / (begins + takes) for gain, takes in zip(tokens, seconds, strict=False)]
         plain, tree = 1 / seconds[0], max(rates)
         nodes = rates.index(tree)
-        if tree > plain or self._all.rounds < FIRST_ROUNDS:
+        if tree > plain or self._all.rounds < FIRST_ROUNDS * sessions:
             trust = prospect.trust(self.trust)
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
             dearness = (seconds[nodes] - seconds[max(nodes - 1, 0)]) / alike
@@ -218,7 +218,7 @@ class Budget:
         takes = lead_in + delay + 2 * seconds[nodes]
         lost = takes - 2 * tree * (begins + seconds[nodes]) / plain
         probing = streak == 1 or self._spread[0] * lost < PROBE_SHARE * seconds[0]
-        return Offer(probing, 0.0, plain)
+        return Offer(probing, 0.0, plain * sessions)
 
     def nodes(self, gains: Sequence[float], base: int) -> int:
         """How many draft nodes of a forest are worth their time.
@@ -242,6 +242,29 @@ class Budget:
         more = sum(trusted[best:other]) - sum(trusted[other:best])
         lost = self.rate * (seconds(other) - seconds(best)) - more
         return other if chance * lost < PROBE_SHARE * self.rate * seconds(best) else best
+
+    def worth_waiting(self, rows: int, coming: Sequence[tuple[float, int, float]], now: float) -> float:
+        """Until when a step of trees does well to wait for others on their way, by the price rule.
+
+        Waiting for some of them has what they bring in this step, not in a later one, and costs the time
+        until they come and what they add to the step. A tree that is overdue is taken to need as long again
+        as it is late.
+
+        Args:
+            rows: of the step as it stands.
+            coming: when each tree is due, its rows, and the tokens that it may bring, by their weights.
+            now: seconds, as all times here.
+
+        Returns:
+            `now` where it does not.
+        """
+        until, tokens, more = now, 0.0, rows
+        for due, adds, brings in sorted(coming, key=lambda tree: abs(tree[0] - now)):
+            more, tokens = more + adds, tokens + brings
+            worth = tokens / self.rate - (self.cost.seconds(more) - self.cost.seconds(rows))
+            if abs(due - now) < worth:
+                until = max(until, due + worth)
+        return until
 
     def _steps(self, sessions: int, alike: float) -> list[float]:
         """Seconds of steps of so many sessions with 0, 1, 2, … times `alike` nodes."""

@@ -97,6 +97,12 @@ class Seat:
     """Seconds, when the tree it is held for was wanted."""
     streak: int = 0
     """Trees that it wanted in a row."""
+    delay: float = 0.0
+    """Seconds that it took until its last tree was there."""
+    rows: int = 1
+    """Of that tree in its step."""
+    brought: float = 1.0
+    """Tokens that its trees have brought in a step, lately."""
     prospect: Prospect = field(default_factory=Prospect)
     """What its trees have been like."""
 
@@ -148,6 +154,7 @@ class Scheduler:
         self._running: list[Seat] = []
         self._age = 0
         self._arrival_s: float | None = None
+        self._waits_until = 0.0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -220,8 +227,12 @@ class Scheduler:
         tokens = sum(seat.weight * len(outcomes[id].tokens) for id, seat in seats.items())
         budget.stepped(began, now, tokens)
         for id, seat in seats.items():
-            if seat.proposal and id in step.trees and seat.request.priced:
-                tree, accepted = step.trees[id], outcomes[id].accepted
+            if not seat.proposal or id not in step.trees:
+                continue
+            tree, accepted = step.trees[id], outcomes[id].accepted
+            seat.rows = len(tree)
+            seat.brought += _FORGETTING * (1 + len(accepted) - seat.brought)
+            if seat.request.priced:
                 budget.verified(seat.prospect, seat.proposal.tree, tree, len(accepted))
         offers = {id: self.tree_or_plain(seat) for id, seat in seats.items() if not outcomes[id].finish}
         for id, offer in offers.items():
@@ -237,9 +248,10 @@ class Scheduler:
         return self.budget.offer(seat.prospect, seat.weight, len(self), seat.streak)
 
     def patience(self, now: float) -> float:
-        """Seconds until something can happen by itself: a hold ends, or a link is to be looked at again."""
+        """Seconds until something can happen by itself: a wait ends, or a link is to be looked at again."""
         ends = [s.held_until for s in self._running if s.held_until and not s.proposal and _open(s)]
         ends += [now + _CONGESTED_S for s in self._running if s.link and s.link.congested]
+        ends += [self._waits_until] if self._waits_until > now else []
         return max(0.0, min(ends, default=math.inf) - now)
 
     def form(self, now: float) -> Step | None:
@@ -248,6 +260,9 @@ class Scheduler:
         self._admit(room)
         if not self._running:
             self.budget.idle()
+        self._waits_until = self._worth_waiting(now)
+        if self._waits_until > now:
+            return None
         trees, nodes = self._forest(now, room)
         chunks = self._chunks(room, alone=not trees)
         return Step(trees, nodes, chunks) if trees or chunks else None
@@ -276,6 +291,19 @@ class Scheduler:
             self._running.sort(key=lambda s: s.age)
             self.counters["prefix_hit_tokens"] += verifier.pending(seat.id)[0] + 1 - lacking
 
+    def _worth_waiting(self, now: float) -> float:
+        """Until when it is better to wait for trees on their way than to begin a step now.
+
+        Nobody waits who goes on by plain steps, or is in its prefill.
+        """
+        running = [seat for seat in self._running if _open(seat)]
+        coming = [seat for seat in running if seat.held_until > now and not seat.proposal]
+        if not all(seat.proposal for seat in running if seat not in coming):
+            return now
+        rows = sum(seat.rows for seat in running if seat.proposal)
+        trees = [(s.asked + s.delay, s.rows, s.weight * s.brought) for s in coming if s.delay]
+        return self.budget.worth_waiting(rows, trees, now) if rows else now
+
     def _forest(self, now: float, room: _Room) -> tuple[dict[str, DraftTree], dict[str, tuple[int, ...]]]:
         """Trees of the sessions that are ready, ranked and fitted into the tokens and pages there are."""
         verifier = self._verifier
@@ -299,9 +327,10 @@ class Scheduler:
                 kept = rank([entry], fitting - 1)[0]
             trees[seat.id], nodes[seat.id] = entry.tree.keep(kept), kept
             room.tokens -= len(kept)
-            if seat.held_until and seat.request.priced:
-                came = seat.arrived if seat.proposal else now
-                self.budget.waited(came - seat.asked, first=seat.streak == 1)
+            if seat.held_until:
+                seat.delay = (seat.arrived if seat.proposal else now) - seat.asked
+                if seat.request.priced:
+                    self.budget.waited(seat.delay, first=seat.streak == 1)
             if not seat.proposal and seat.held_until:
                 seat.missed += 1
                 self.counters["missed_trees"] += 1

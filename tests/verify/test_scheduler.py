@@ -279,6 +279,36 @@ def test_a_session_is_held_while_its_tree_can_come_and_goes_on_alone_after_that(
     assert bench.finish() == texts(plain, s)
 
 
+def test_a_step_waits_for_a_tree_that_is_due_while_that_pays_and_goes_on_without_it_after(
+    target: Make, plain: Make
+) -> None:
+    bench = Bench(target("llama"), 80, max_num_seqs=4)
+    sessions = [session(id, 8) for id in "ab"]
+    for s in sessions:
+        bench.open(s, speculative=True)
+    bench.step()
+    for id in "ab":
+        bench.offer(id, star(bench.pending(id), 4))
+    bench.step(HOLDS_LAST)
+    late, budget = bench.scheduler.seats["b"], bench.scheduler.budget
+    bench.offer("a", star(bench.pending("a"), 4))
+    budget._tokens = budget._seconds = 1.0
+    late.held_until, late.delay = late.asked + 10, 0.4
+    assert bench.scheduler.form(late.asked + 0.1) is None
+    assert bench.scheduler.patience(late.asked + 0.1) == pytest.approx(0.3 + late.brought, abs=0.1)
+    assert bench.scheduler.form(late.asked + 0.4) is None
+    bench.open(session("prefilling", 8))
+    assert bench.scheduler.form(late.asked + 0.4) is not None
+    bench.close("prefilling")
+    late.delay = 0.0
+    assert bench.scheduler.form(late.asked + 0.1) is not None
+    late.delay = 0.4
+    step = bench.step(late.asked + 0.5 + late.brought)
+    assert step
+    assert {*step.trees} == {"a"}
+    assert bench.finish() == texts(plain, *sessions)
+
+
 def test_a_hold_that_has_just_ended_is_not_waited_for(target: Make) -> None:
     bench = Bench(target("llama"), 40, max_num_seqs=4)
     assert bench.scheduler.patience(time.monotonic()) == math.inf
