@@ -37,6 +37,8 @@ MODES: Mapping[str, DraftConfig | None] = {
     **FIXED,
     PLAIN: None,
 }
+OFTENER, FEW = 3, 8
+"""Fewer sessions than so many are measured oftener, up to so many times: short runs are noisier."""
 FIRST = 4
 """Tokens after which both services have the prompt in their caches: one round with a tree."""
 LEAD_IN = 16
@@ -56,6 +58,7 @@ class Load:
     max_tokens: int
     """Tokens of every answer, whatever they say."""
     repeats: int
+    """At least."""
     knowing: float | None
     """How often the first child of a node is right, of a drafter that knows the texts; None: the head."""
 
@@ -175,11 +178,11 @@ async def _measure(
         await until_linked(callers.drafts)
         # Both services find every prompt in their caches from here on, whatever the mode.
         await callers.run("fixed 60", len(chats), 0, FIRST)
-        total = len(load.sessions) * load.repeats * len(MODES)
-        with tqdm(total=total, desc="bench load", unit="run") as bar:
+        repeats = {count: load.repeats * min(OFTENER, -(-FEW // count)) for count in load.sessions}
+        with tqdm(total=sum(repeats.values()) * len(MODES), desc="bench load", unit="run") as bar:
             for count in load.sessions:
                 runs: dict[str, list[Run]] = {mode: [] for mode in MODES}
-                for repeat in range(load.repeats):
+                for repeat in range(repeats[count]):
                     first = repeat % len(MODES)
                     for mode in (*MODES, *MODES)[first : first + len(MODES)]:
                         if mode == AUTO:
@@ -273,12 +276,13 @@ def _identical(run: Run, plain: Run) -> int:
 
 
 def _summary(sessions: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Auto beside plain decoding and the best fixed trees, medians over the repeats."""
+    """Auto beside plain decoding and the best fixed trees: median of the repeats, least, most."""
     speeds = {mode: [run.tokens_per_s for run in of_mode] for mode, of_mode in runs.items()}
     best = max(FIXED, key=lambda mode: statistics.median(speeds[mode]))
 
-    def against(other: str) -> float:
-        return statistics.median(a / b for a, b in zip(speeds[AUTO], speeds[other], strict=True))
+    def against(other: str) -> tuple[float, float, float]:
+        ratios = [a / b for a, b in zip(speeds[AUTO], speeds[other], strict=True)]
+        return statistics.median(ratios), min(ratios), max(ratios)
 
     return {"sessions": sessions, "plain": against(PLAIN), "best_fixed": best, "fixed": against(best)}
 
@@ -311,7 +315,8 @@ def _summary_table(summary: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("sessions", "× plain", "× best fixed", "which is"):
         table.add_column(name, justify="left" if name == "which is" else "right")
     for row in summary:
-        table.add_row(str(row["sessions"]), f"{row['plain']:.2f}", f"{row['fixed']:.2f}", row["best_fixed"])
+        plain, fixed = ("{:.2f} ({:.2f} to {:.2f})".format(*row[against]) for against in ("plain", "fixed"))
+        table.add_row(str(row["sessions"]), plain, fixed, row["best_fixed"])
     return table
 
 

@@ -53,9 +53,11 @@ def test_the_load_is_the_same_text_in_all_modes_and_the_json_says_what_the_table
     rows = record["rows"]
     assert [(row["sessions"], row["mode"]) for row in rows] == [(n, mode) for n in (1, 3) for mode in MODES]
     for row in rows:
-        (repeat,) = row["repeats"]
-        assert repeat["tokens_per_s"] == row["tokens_per_s"]
-        assert row["identical"] == row["answers"] == row["sessions"] == len(repeat["rounds"])
+        assert len(row["repeats"]) == 3
+        repeat = row["repeats"][0]
+        middle = sorted(each["tokens_per_s"] for each in row["repeats"])[1]
+        assert middle == row["tokens_per_s"]
+        assert row["identical"] == row["answers"] == 3 * row["sessions"] == 3 * len(repeat["rounds"])
         assert row["tokens_per_s"] > 0
         if row["mode"] in FIXED:
             # The last token of an answer needs no tree.
@@ -70,7 +72,9 @@ def test_the_load_is_the_same_text_in_all_modes_and_the_json_says_what_the_table
     assert all(row["tau"] > (3 if knowing else 1) for row in fixed)
     for summary in record["summary"]:
         (auto,) = (row for row in rows if (row["sessions"], row["mode"]) == (summary["sessions"], "auto"))
-        assert summary["plain"] == pytest.approx(auto["ratio"])
+        median, least, most = summary["plain"]
+        assert least <= median <= most
+        assert median == pytest.approx(auto["ratio"])
         assert summary["best_fixed"] in FIXED
     assert record["settings"]["knowing"] == knowing
     for curve in record["cost"].values():
