@@ -258,6 +258,8 @@ class Budget:
         Returns:
             `now` where it does not.
         """
+        if not self.rate:
+            return now
         until, tokens, more = now, 0.0, rows
         for due, adds, brings in sorted(coming, key=lambda tree: abs(tree[0] - now)):
             more, tokens = more + adds, tokens + brings

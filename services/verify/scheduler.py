@@ -297,12 +297,12 @@ class Scheduler:
         Nobody waits who goes on by plain steps, or is in its prefill.
         """
         running = [seat for seat in self._running if _open(seat)]
-        coming = [seat for seat in running if seat.held_until > now and not seat.proposal]
-        if not all(seat.proposal for seat in running if seat not in coming):
-            return now
+        coming = [seat for seat in running if not seat.proposal]
         rows = sum(seat.rows for seat in running if seat.proposal)
+        if not rows or any(seat.held_until <= now for seat in coming):
+            return now
         trees = [(s.asked + s.delay, s.rows, s.weight * s.brought) for s in coming if s.delay]
-        return self.budget.worth_waiting(rows, trees, now) if rows else now
+        return self.budget.worth_waiting(rows, trees, now)
 
     def _forest(self, now: float, room: _Room) -> tuple[dict[str, DraftTree], dict[str, tuple[int, ...]]]:
         """Trees of the sessions that are ready, ranked and fitted into the tokens and pages there are."""
