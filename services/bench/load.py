@@ -65,13 +65,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One session, seen by its caller."""
+    """One session, seen by its caller; times are seconds of one clock."""
 
-    first_s: float
-    """From the call to the first token."""
-    total_s: float
-    """From the call to the last token."""
+    began: float
+    """When it was called."""
+    came: Sequence[float]
+    """When each round did."""
     rounds: Sequence[Round]
+
+    @property
+    def first_s(self) -> float:
+        """From the call to the first token."""
+        return self.came[0] - self.began
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -81,22 +86,29 @@ class Answer:
     @property
     def time_per_token_s(self) -> float:
         """Seconds per token after the first."""
-        return (self.total_s - self.first_s) / max(1, len(self.tokens) - 1)
+        return (self.came[-1] - self.came[0]) / max(1, len(self.tokens) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Sessions of one mode that began at the same time."""
 
-    seconds: float
+    began: float
     answers: Sequence[Answer]
     counters: Mapping[str, Mapping[str, int]]
     """What the verify and the draft replica counted meanwhile."""
 
     @property
+    def seconds(self) -> float:
+        """As long as all sessions run: from the first call until an answer ends."""
+        return min(answer.came[-1] for answer in self.answers) - self.began
+
+    @property
     def tokens_per_s(self) -> float:
-        """Of all sessions, from the first call to the last answer."""
-        return sum(len(answer.tokens) for answer in self.answers) / self.seconds
+        """Of all sessions, as long as all run: where some are faster, fewer are left in the end."""
+        rounds = (pair for answer in self.answers for pair in zip(answer.came, answer.rounds, strict=True))
+        end = self.began + self.seconds
+        return sum(len(round.tokens) for came, round in rounds if came <= end) / self.seconds
 
     def figures(self, plain: "Run") -> dict[str, Any]:
         """What the JSON has of it, beside the plain run of the same repeat."""
@@ -213,10 +225,9 @@ class _Callers:
         before = await self._counters()
         began = time.perf_counter()
         answers = await asyncio.gather(*(_generate(self.drafts, call) for call in calls))
-        seconds = time.perf_counter() - began
         after = await self._counters()
         counted = {side: dict(Counter(after[side]) - Counter(before[side])) for side in after}
-        return Run(seconds, answers, counted)
+        return Run(began, answers, counted)
 
     async def _counters(self) -> dict[str, Mapping[str, int]]:
         verify, draft = await self.verifies.status(WITHIN_S), await self.drafts.status(WITHIN_S)
@@ -230,12 +241,12 @@ def _call(session: str, chat: tuple[int, ...], max_tokens: int, mode: str) -> Ca
 
 
 async def _generate(client: DraftClient, call: Call) -> Answer:
-    began, first, rounds = time.perf_counter(), 0.0, []
+    began, came, rounds = time.perf_counter(), [], []
     async for event in client.generate(call):
         if isinstance(event, Round):
-            first = first or time.perf_counter() - began
+            came.append(time.perf_counter())
             rounds.append(event)
-    return Answer(first, time.perf_counter() - began, rounds)
+    return Answer(began, came, rounds)
 
 
 def _row(sessions: int, mode: str, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:

@@ -334,8 +334,8 @@ def _again(
         for _ in range(sessions)
     ]
     ledger = simulate(Setting(machine, config, VerifyLimits(max_waiting=MANY)), made)
-    ended = max(served.ended for served in ledger.served)
-    return sum(job.output for job in made[sessions:]) / (ended - LATER_S)
+    end = min(served.ended for served in ledger.served[sessions:])
+    return sum(n for at, n in ledger.tokens if LATER_S < at <= end) / (end - LATER_S)
 
 
 def _reproduced(found: Mapping[str, Any]) -> Any:

@@ -22,6 +22,8 @@ DOUBT = 4.0
 """What all trees have promised counts against their word as so many nodes that were kept would."""
 PROBE_SHARE = 0.01
 """Of the sessions' time, what trees that are not expected to pay may cost."""
+BAND = 0.9
+"""Where all do better with trees, so many times the rate of plain steps is enough for one of them."""
 STAY = 32
 """Rounds over which what the first tree of a session takes longer than others is spread."""
 FIRST_ROUNDS = 8
@@ -126,7 +128,7 @@ class Budget:
         self._lead_in, self._delay = _Waits(), _Waits()
         self._all = Prospect(FORGETTING / 2)
         self._spread = 0.5, 0.5
-        self._takes: dict[tuple[int, float], list[float]] = {}
+        self._takes: dict[tuple[int, float], tuple[list[float], float]] = {}
 
     @property
     def rate(self) -> float:
@@ -189,7 +191,9 @@ class Budget:
         With n nodes, what they bring comes once in the time until the tree is there and the step that has it;
         without, a token once in a step. The step is one in which all others do likewise, by the weight of
         this one: a place beside their trees is no measure, since each would find it better than none where
-        all would be better off plain.
+        all would be better off plain. So the sessions go together: where trees like those there have been
+        are better for all, one that would be about as fast goes along; where they are not, one goes its
+        own way only if that pays although the others do not wait for it.
 
         Where trees are not expected to pay, two are had now and then all the same, after the same step by
         all: that is how long trees take when they are wanted.
@@ -203,21 +207,29 @@ class Budget:
         if not self.cost.known or not self._delay.count:
             return Offer(True, 0.0, 0.0)
         alike = 1 + (sessions - 1) / weight
-        seconds, delay = self._steps(sessions, alike), self.delay
+        seconds, together = self._steps(sessions, alike)
+        delay, step = self.delay, seconds[0]
         lead_in = max(self._lead_in.seconds, delay)
         begins = delay if streak else delay + (lead_in - delay) / STAY
-        tokens = accumulate(prospect.gains(self._all), initial=1.0)
+        tokens = list(accumulate(prospect.gains(self._all), initial=1.0))
         rates = [gain / (begins + takes) for gain, takes in zip(tokens, seconds, strict=False)]
-        plain, tree = 1 / seconds[0], max(rates)
+        plain, tree = 1 / step, max(rates)
         nodes = rates.index(tree)
-        if tree > plain or self._all.rounds < FIRST_ROUNDS * sessions:
+        if sessions == 1:
+            pays = tree > plain
+        elif together > plain:
+            pays = tree > BAND * plain
+        else:
+            # The others go on by plain steps; those that begin meanwhile are missed.
+            missed = step * math.ceil(begins / step)
+            pays = any(gain / (missed + takes) > plain for gain, takes in zip(tokens, seconds, strict=False))
+        if pays or self._all.rounds < FIRST_ROUNDS * sessions:
             trust = prospect.trust(self.trust)
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
             dearness = (seconds[nodes] - seconds[max(nodes - 1, 0)]) / alike
             return Offer(True, self.rate / weight / trust * dearness, max(plain, tree))
-        takes = lead_in + delay + 2 * seconds[nodes]
-        lost = takes - 2 * tree * (begins + seconds[nodes]) / plain
-        probing = streak == 1 or self._spread[0] * lost < PROBE_SHARE * seconds[0]
+        lost = lead_in + delay + 2 * seconds[nodes] - 2 * tokens[nodes] * step
+        probing = streak == 1 or self._spread[0] * lost < PROBE_SHARE * step
         return Offer(probing, 0.0, plain * sessions)
 
     def nodes(self, gains: Sequence[float], base: int) -> int:
@@ -268,9 +280,14 @@ class Budget:
                 until = max(until, due + worth)
         return until
 
-    def _steps(self, sessions: int, alike: float) -> list[float]:
-        """Seconds of steps of so many sessions with 0, 1, 2, … times `alike` nodes."""
+    def _steps(self, sessions: int, alike: float) -> tuple[list[float], float]:
+        """Seconds of steps of so many sessions with 0, 1, 2, … times `alike` nodes, and the tokens per second
+        of each if all have trees like those there have been.
+        """
         key = sessions, alike
         if key not in self._takes:
-            self._takes[key] = [self.cost.seconds(sessions + n * alike) for n in range(MAX_NODES)]
+            seconds = [self.cost.seconds(sessions + n * alike) for n in range(MAX_NODES)]
+            tokens = accumulate(self._all.gains(self._all), initial=1.0)
+            rates = (gain / (self.delay + takes) for gain, takes in zip(tokens, seconds, strict=False))
+            self._takes[key] = seconds, max(rates)
         return self._takes[key]

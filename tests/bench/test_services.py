@@ -10,9 +10,10 @@ import torch
 from services.bench.gateway import PARALLEL, bench_gateway
 from services.bench.journal import bench_journal
 from services.bench.link import WIDTHS, bench_link
-from services.bench.load import FIXED, MODES, Load, bench_load
+from services.bench.load import FIXED, MODES, Answer, Load, Run, bench_load
 from services.bench.questions import PROMPTS, some_prompts
 from services.bench.turns import bench_turns
+from services.types.messages import Round
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +150,13 @@ def test_the_gateway_is_measured_beside_the_same_calls_over_grpc(
         base = direct.setdefault(row["at_once"], row)
         assert row["added_p50"] == pytest.approx(row["late_p50"] - base["late_p50"])
     assert "added p50" in capsys.readouterr().out
+
+
+def test_goodput_is_that_of_the_time_in_which_all_sessions_run() -> None:
+    """What the slow one says when the fast one has ended, with fewer beside it, does not count."""
+    rounds = [Round(i, (1,) * i, 0, 1, 0, 0) for i in (1, 2, 3)]
+    slow, fast = Answer(1.0, [2.0, 4.0, 9.0], rounds), Answer(1.0, [3.0, 4.0, 5.0], rounds)
+    run = Run(1.0, [slow, fast], {})
+    assert run.seconds == 4.0
+    assert run.tokens_per_s == (1 + 2 + 1 + 2 + 3) / 4.0
+    assert (fast.first_s, fast.time_per_token_s) == (2.0, 2.0 / 5)
