@@ -22,7 +22,7 @@ DOUBT = 4.0
 """What all trees have promised counts against their word as so many nodes that were kept would."""
 PROBE_SHARE = 0.01
 """Of the sessions' time, what trees that are not expected to pay may cost."""
-BAND = 0.9
+ALONG = 0.9
 """Where all do better with trees, so many times the rate of plain steps is enough for one of them."""
 STAY = 32
 """Rounds over which what the first tree of a session takes longer than others is spread."""
@@ -212,17 +212,17 @@ class Budget:
         lead_in = max(self._lead_in.seconds, delay)
         begins = delay if streak else delay + (lead_in - delay) / STAY
         tokens = list(accumulate(prospect.gains(self._all), initial=1.0))
-        rates = [gain / (begins + takes) for gain, takes in zip(tokens, seconds, strict=False)]
+        rates = _rates(tokens, begins, seconds)
         plain, tree = 1 / step, max(rates)
         nodes = rates.index(tree)
         if sessions == 1:
             pays = tree > plain
         elif together > plain:
-            pays = tree > BAND * plain
+            pays = tree > ALONG * plain
         else:
             # The others go on by plain steps; those that begin meanwhile are missed.
             missed = step * math.ceil(begins / step)
-            pays = any(gain / (missed + takes) > plain for gain, takes in zip(tokens, seconds, strict=False))
+            pays = max(_rates(tokens, missed, seconds)) > plain
         if pays or self._all.rounds < FIRST_ROUNDS * sessions:
             trust = prospect.trust(self.trust)
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
@@ -272,10 +272,10 @@ class Budget:
         """
         if not self.rate:
             return now
-        until, tokens, more = now, 0.0, rows
+        until, tokens, more, step = now, 0.0, rows, self.cost.seconds(rows)
         for due, adds, brings in sorted(coming, key=lambda tree: abs(tree[0] - now)):
             more, tokens = more + adds, tokens + brings
-            worth = tokens / self.rate - (self.cost.seconds(more) - self.cost.seconds(rows))
+            worth = tokens / self.rate - (self.cost.seconds(more) - step)
             if abs(due - now) < worth:
                 until = max(until, due + worth)
         return until
@@ -287,7 +287,11 @@ class Budget:
         key = sessions, alike
         if key not in self._takes:
             seconds = [self.cost.seconds(sessions + n * alike) for n in range(MAX_NODES)]
-            tokens = accumulate(self._all.gains(self._all), initial=1.0)
-            rates = (gain / (self.delay + takes) for gain, takes in zip(tokens, seconds, strict=False))
-            self._takes[key] = seconds, max(rates)
+            tokens = list(accumulate(self._all.gains(self._all), initial=1.0))
+            self._takes[key] = seconds, max(_rates(tokens, self.delay, seconds))
         return self._takes[key]
+
+
+def _rates(tokens: Sequence[float], delay: float, seconds: Sequence[float]) -> list[float]:
+    """Tokens per second of a session with 0, 1, 2, … nodes that come after a delay and stand in a step."""
+    return [gain / (delay + takes) for gain, takes in zip(tokens, seconds, strict=False)]

@@ -154,7 +154,6 @@ class Scheduler:
         self._running: list[Seat] = []
         self._age = 0
         self._arrival_s: float | None = None
-        self._waits_until = 0.0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -251,7 +250,7 @@ class Scheduler:
         """Seconds until something can happen by itself: a wait ends, or a link is to be looked at again."""
         ends = [s.held_until for s in self._running if s.held_until and not s.proposal and _open(s)]
         ends += [now + _CONGESTED_S for s in self._running if s.link and s.link.congested]
-        ends += [self._waits_until] if self._waits_until > now else []
+        ends += [until] if (until := self._worth_waiting(now)) > now else []
         return max(0.0, min(ends, default=math.inf) - now)
 
     def form(self, now: float) -> Step | None:
@@ -260,8 +259,7 @@ class Scheduler:
         self._admit(room)
         if not self._running:
             self.budget.idle()
-        self._waits_until = self._worth_waiting(now)
-        if self._waits_until > now:
+        if self._worth_waiting(now) > now:
             return None
         trees, nodes = self._forest(now, room)
         chunks = self._chunks(room, alone=not trees)
