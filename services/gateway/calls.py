@@ -15,10 +15,10 @@ from services.types.retry import backoff
 from services.types.sampling import SEED_BITS
 from services.types.session import Cursor, FinishReason, running_hash
 
-ATTEMPTS = 10
+ATTEMPTS = 14
 """Calls of one session that may fail in a row; a committed token begins the count anew."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
-"""Between two of them: a session waits about 15 s for a replica to come back."""
+"""Between two of them: a session waits about half a minute for a replica to come back."""
 RETRYABLE = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.CANCELLED, ErrorCode.RESOURCE_EXHAUSTED})
 """What another call can cure. A process that is killed, stopped or cut off ends its calls with one of the
 first two, wherever it stood; all other errors would come again, or say that the session is another's now."""

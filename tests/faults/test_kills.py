@@ -38,25 +38,21 @@ def test_streams_survive_replicas_that_die_at_a_stage_of_the_round(
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_streams_survive_both_sides_dying_at_once(ground: Any, seed: int) -> None:
-    rng = random.Random(seed)
-    streams = ground.begin(f"both {seed}", 6)
+@pytest.mark.parametrize(("kind", "stage"), STAGE)
+def test_streams_survive_both_sides_dying_at_once(ground: Any, kind: ReplicaKind, stage: str) -> None:
+    streams = ground.begin(f"both {kind} {stage}", 6)
 
     async def kill() -> None:
-        victims = [await ground.busiest(kind) for kind in ReplicaKind]
-        stages = [rng.choice(list(STAGES[victim.kind])) for victim in victims]
-        await asyncio.gather(
-            *(
-                victim.die_at(stage, rng.choice(list(Moment)))
-                for victim, stage in zip(victims, stages, strict=True)
-            )
-        )
+        victims = [await ground.busiest(each) for each in ReplicaKind]
+        first, second = sorted(victims, key=lambda victim: victim.kind is not kind)
+        assert await first.die_at(stage, random.Random(stage).choice(list(Moment)))
+        await second.kill()
         await asyncio.gather(*(victim.start() for victim in victims))
 
     async def scenario() -> None:
         moves = await ground.hear(streams, kill)
-        assert {move.kind for move in moves} == set(ReplicaKind)
+        # Where the draft replica dies with it, nobody is left to tell of the verify replica.
+        assert (ReplicaKind.DRAFT, True) in {(move.kind, move.lost) for move in moves}
         await ground.assert_whole(streams)
 
     ground.run(scenario())

@@ -468,7 +468,7 @@ def test_attempts_without_progress_are_bounded_and_the_error_says_how_to_go_on()
 def test_a_session_that_progresses_may_be_lost_any_number_of_times() -> None:
     async def scenario() -> None:
         lives = [until(end, lost()) for end in range(1, len(TEXT))]
-        assert len(lives) > 2 * ATTEMPTS
+        assert len(lives) > ATTEMPTS
         async with stage(*lives, whole) as at:
             assert text_of(await at.hear()) == TEXT
 
