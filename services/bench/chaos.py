@@ -27,6 +27,7 @@ from services.bench.streams import Stream, Text, account, heard_all, undisturbed
 from services.bench.tiny import LETTERS, write_tiny
 from services.bench.victims import PATIENCE_S, POLL_S, Cluster, Victim, cluster
 from services.local.models import Models, head_of, load
+from services.sessions.journal import LAST_RETRY_S
 from services.sessions.store import FINISHED_S
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Round
@@ -52,7 +53,8 @@ REDIS = "redis"
 BEGUN = 8
 """Tokens that each stream has when the whole cluster is killed."""
 UNWRITTEN_S = 1.0
-"""What a draft replica delivered so shortly before its death may not have reached the journal."""
+"""What a draft replica delivered so shortly before its death may not have reached the journal; the journal
+tries a store that was away anew only `LAST_RETRY_S` after its return, at the latest."""
 
 _MOVES = {
     (ReplicaKind.VERIFY, True): "verify replica lost",
@@ -389,7 +391,7 @@ class Chaos:
     def _unwritten(self, stream: Stream) -> bool:
         """Whether a draft replica ended so soon behind a stream that the journal may lack its last tokens."""
         away = [end for start, end in self.toll.outages if start - UNWRITTEN_S < stream.ended < end]
-        written = max(away, default=stream.ended) + UNWRITTEN_S
+        written = max((end + LAST_RETRY_S for end in away), default=stream.ended) + UNWRITTEN_S
         return any(stream.ended - UNWRITTEN_S < death < written for death in self.toll.deaths)
 
     def _never_known(self, stream: Stream) -> bool:
