@@ -27,7 +27,7 @@ ALONG = 0.9
 STAY = 32
 """Rounds over which what the first tree of a session takes longer than others is spread."""
 FIRST_ROUNDS = 8
-"""Trees of each session that are looked at before any is denied one."""
+"""Trees of each session that are asked for before any is denied one, whether they come or not."""
 LEAST_TRUST, MOST_TRUST = 0.01, 1.5
 _STRIDES = 0.7548776662466927, 0.5698402909980532
 """Their multiples fill the unit square evenly: 1/g and 1/g² with g³ = g + 1."""
@@ -127,6 +127,8 @@ class Budget:
         self._ended: float | None = None
         self._lead_in, self._delay = _Waits(), _Waits()
         self._all = Prospect(FORGETTING / 2)
+        self._tried = 0
+        """Trees that came, or were waited for in vain."""
         self._spread = 0.5, 0.5
         self._takes: dict[tuple[int, float], tuple[list[float], float]] = {}
 
@@ -182,8 +184,13 @@ class Budget:
             verified: what stood in the step.
             accepted: draft nodes of it that were.
         """
+        self._tried += 1
         prospect.see(proposed, verified, accepted)
         self._all.see(proposed, verified, accepted)
+
+    def missed(self) -> None:
+        """Take in that a session has waited for its tree in vain."""
+        self._tried += 1
 
     def offer(self, prospect: Prospect, weight: float, sessions: int, streak: int) -> Offer:
         """Tree or plain: whether sessions like this one would be faster with trees than without.
@@ -223,7 +230,7 @@ class Budget:
             # The others go on by plain steps; those that begin meanwhile are missed.
             missed = step * math.ceil(begins / step)
             pays = max(_rates(tokens, missed, seconds)) > plain
-        if pays or self._all.rounds < FIRST_ROUNDS * sessions:
+        if pays or self._tried < FIRST_ROUNDS * sessions:
             trust = prospect.trust(self.trust)
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
             dearness = (seconds[nodes] - seconds[max(nodes - 1, 0)]) / alike

@@ -332,6 +332,8 @@ class Scheduler:
             if not seat.proposal and seat.held_until:
                 seat.missed += 1
                 self.counters["missed_trees"] += 1
+                if seat.request.priced:
+                    self.budget.missed()
         return trees, nodes
 
     def _clear(self, seat: Seat, room: _Room) -> bool:

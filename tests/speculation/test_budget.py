@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.speculation.budget import PROBE_SHARE, Budget, Offer, Prospect, affordable
+from services.speculation.budget import FIRST_ROUNDS, PROBE_SHARE, Budget, Offer, Prospect, affordable
 from services.speculation.forest import Entry, rank
 from services.types.tree import DraftTree
 
@@ -453,6 +453,25 @@ def test_before_anything_is_known_every_tree_and_every_node_is_wanted() -> None:
     assert (budget.rate, budget.trust, budget.delay) == (0.0, 1.0, 0.0)
     budget.waited(0.25, first=False)
     assert budget.delay == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 64])
+def test_trees_that_never_come_are_not_asked_for_any_more(sessions: int) -> None:
+    budget, prospect, wanted = Budget(), Prospect(), []
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        budget.cost.observe(rows, 1.0 + rows / 20)
+    streak = 0
+    for step in range(200 * sessions):
+        budget.stepped(2.0 * step, 2.0 * step + 1, sessions)
+        offer = budget.offer(prospect, 1.0, sessions, streak)
+        wanted.append(offer.wanted)
+        streak = streak + 1 if offer.wanted else 0
+        if offer.wanted:
+            budget.waited(1.0, first=streak == 1)
+            budget.missed()
+    asked = FIRST_ROUNDS * sessions
+    assert all(wanted[: asked - 1])
+    assert sum(wanted[asked + 1 :]) <= 0.05 * len(wanted)
 
 
 def test_a_node_that_is_worth_less_than_the_price_is_not_verified_and_one_worth_more_is() -> None:
