@@ -115,6 +115,7 @@ class Draft(_Part):
     speculative_budget: int | Literal["auto"] = "auto"
     speculative_eagle_topk: int = DraftConfig().beam
     speculative_num_steps: int | Literal["auto"] = "auto"
+    speculative_coupling: bool = True
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     kv_cache_memory: Size = 2**28
     """Of the head's keys and values."""
@@ -124,9 +125,8 @@ class Draft(_Part):
     @property
     def config(self) -> DraftConfig:
         """Sizes of the trees. Raises `WealdError(INVALID_ARGUMENT)` when one is out of range."""
-        return sized(
-            self.tree, self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_budget
-        )
+        levels, budget = self.speculative_num_steps, self.speculative_budget
+        return sized(self.tree, levels, self.speculative_eagle_topk, budget, self.speculative_coupling)
 
 
 class Gateway(_Part):

@@ -216,7 +216,7 @@ class Oracle:
         self._rng = random.Random(self.seed)
         self._told: dict[str, int] = {}
 
-    def open(self, id: str, tokens: Sequence[int]) -> int:
+    def open(self, id: str, tokens: Sequence[int], config: Any = None, drawing: Any = None) -> int:
         """Begin a session; it needs all features."""
         assert id not in self.known
         self.known[id] = len(tokens)
@@ -232,6 +232,10 @@ class Oracle:
         """Go on behind what was committed."""
         self.known[id] += len(tokens)
         self._told[id] += len(features)
+
+    def learn(self, id: str, nodes: int, accepted: Sequence[int]) -> int:
+        """Nothing."""
+        return 0
 
     def close(self, id: str) -> None:
         """Forget a session."""

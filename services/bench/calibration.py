@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from services.bench.questions import read_questions
 from services.bench.report import write_json
 from services.local.decoder import Step
 from services.local.models import Models
-from services.speculation.calibration import Bin, Calibration, Reliability, observations
+from services.speculation.calibration import Band, Bin, Calibration, Reliability, observations
 from services.types.configuration import DraftConfig
 from services.types.sampling import SamplingParams
 from services.types.session import Session
@@ -33,6 +33,13 @@ FEWEST = 10
 """Observations of a bin that is drawn."""
 OVERALL = "overall"
 _COLOURS = {"before": "tab:orange", "after": "tab:blue"}
+
+
+class _Unlearnt(Calibration):
+    """Of the drafter: it learns nothing, so that its confidences stay raw."""
+
+    def observe(self, band: Band, level: int, confidence: float, accepted: bool) -> None:
+        """Learn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ def bench_calibration(
     limit: int | None,
     max_tokens: int,
     temperatures: Sequence[float],
+    coupled: bool,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
@@ -93,12 +101,12 @@ def bench_calibration(
     """
     tasks = read_questions(questions, limit)
     cells: Cells = {}
-    calibration = Calibration()
+    calibration, trees, unlearnt = Calibration(), replace(TREES, coupled=coupled), _Unlearnt()
     settings = {
         "limit": limit,
         "max_tokens": max_tokens,
         "temperatures": list(temperatures),
-        "trees": asdict(TREES),
+        "trees": asdict(trees),
     }
     total = sum(len(prompts) for prompts in tasks.values()) * len(temperatures)
     with tqdm(total=total, unit="question", desc="bench calibration", dynamic_ncols=True) as bar:
@@ -108,8 +116,8 @@ def bench_calibration(
                 for temperature in temperatures if prompt is not None else ():
                     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
                     session = Session(f"{task}-{number}", tuple(models.chat(prompt)), params, number)
-                    for step in models.decode(session, TREES):
-                        learn(calibration, cells, task, temperature, decided(step))
+                    for step in models.decode(session, trees, unlearnt):
+                        learn(calibration, cells, task, temperature, coupled, decided(step))
                     bar.update()
             if json_file:  # each time: a run cut short leaves some questions of every task
                 write_json(
@@ -139,15 +147,21 @@ def decided(step: Step) -> list[Node]:
 
 
 def learn(
-    calibration: Calibration, cells: Cells, task: str, temperature: float, nodes: Sequence[Node]
+    calibration: Calibration,
+    cells: Cells,
+    task: str,
+    temperature: float,
+    coupled: bool,
+    nodes: Sequence[Node],
 ) -> None:
     """Count one round's nodes by what the calibration makes of them, and only then teach them to it."""
-    for node, corrected in _corrected(calibration, temperature, nodes):
+    band = Band.of(temperature, coupled)
+    for node, corrected in _corrected(calibration, band, nodes):
         curves = cells.setdefault((temperature, task, node.level), Curves())
         curves.before.observe(node.confidence, node.accepted)
         curves.after.observe(corrected, node.accepted)
     for node in nodes:
-        calibration.observe(temperature, node.level, node.confidence, node.accepted)
+        calibration.observe(band, node.level, node.confidence, node.accepted)
 
 
 def draw(cells: Cells, file: Path) -> None:
@@ -198,13 +212,11 @@ def _panel(axes: Axes, cells: Cells, temperature: float) -> None:
     axes.legend(loc="upper left", frameon=False, fontsize="small")
 
 
-def _corrected(
-    calibration: Calibration, temperature: float, nodes: Sequence[Node]
-) -> Iterator[tuple[Node, float]]:
+def _corrected(calibration: Calibration, band: Band, nodes: Sequence[Node]) -> Iterator[tuple[Node, float]]:
     for level in sorted({node.level for node in nodes}):
         members = [node for node in nodes if node.level == level]
         raw = torch.tensor([[[node.confidence for node in members]]]).log()
-        corrected = calibration.correct([temperature], level, raw).exp()
+        corrected = calibration.correct([band], level, raw).exp()
         yield from zip(members, corrected.flatten().tolist(), strict=True)
 
 

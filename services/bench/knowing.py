@@ -25,6 +25,7 @@ from services.engine.attention import Batch
 from services.engine.cache import PagedCache
 from services.engine.checkpoints import fingerprint, read_embeddings, resolve
 from services.sessions.memory import MemoryStore
+from services.speculation.coupling import LIKELIEST, Drawing
 from services.types.configuration import DraftConfig, Place, TreeShape, sized
 from services.types.messages import DraftStatus
 
@@ -80,7 +81,7 @@ class KnowingHead:
         right = right * (self._texts[text, position] == tokens)
         return torch.stack([text, position, right], -1).to(features)
 
-    def log_probs(self, features: Tensor) -> Tensor:
+    def logits(self, features: Tensor) -> Tensor:
         """Log-probabilities of the next token, float32 `[…, V]`; of a lost text all are alike."""
         text, position, _ = features.long().unbind(-1)
         children = self._children[text, (position + 1).clamp(max=self._texts.shape[1] - 1)]
@@ -142,10 +143,10 @@ class KnowingDrafter(Drafter):
         self._heard: dict[str, _Heard] = {}
 
     def open(
-        self, id: str, tokens: Sequence[int], config: DraftConfig | None = None, temperature: float = 0.0
+        self, id: str, tokens: Sequence[int], config: DraftConfig | None = None, drawing: Drawing = LIKELIEST
     ) -> int:
         """As the drafter does; a prompt that is not known is lost."""
-        first = super().open(id, tokens, config, temperature)
+        first = super().open(id, tokens, config)
         self._heard[id] = _Heard(self._find(tokens), list(tokens), first)
         return first
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from services.bench.hardware import CONTROL, ETHERNET, H100, Card, Collective, Placement
 from services.bench.shards import DTYPE, Head, Shard
 from services.engine.transfer import to_block
-from services.speculation.growth import DynamicPlan, grow
+from services.speculation.growth import DynamicPlan, as_given, grow
 from services.types.messages import Load, Proposal, Proposals, Replies, Reply, StepTimings
 from services.types.outcome import Outcome
 from services.types.tree import MAX_NODES, DraftTree
@@ -144,6 +144,7 @@ def expected(hit: float, coverage: float, levels: int, beam: int) -> tuple[float
         lambda tokens, parents: profile.expand(*tokens.shape, -1),
         DynamicPlan(levels, beam),
         torch.arange(beam),
+        score=as_given,
     )
     values = candidates.log_values[0].exp().sort(descending=True).values[: MAX_NODES - 1].tolist()
     values += [0.0] * (MAX_NODES - 1 - len(values))

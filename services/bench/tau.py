@@ -1,11 +1,14 @@
 """`weald bench tau`: tokens per round and tokens per second of every tree shape, on the same questions."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -17,6 +20,7 @@ from services.local.decoder import Step
 from services.local.generation import Generation, Result
 from services.local.models import Models
 from services.local.reference import decode_sampled
+from services.speculation.calibration import Calibration
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.sampling import SamplingParams
 from services.types.session import Session
@@ -24,8 +28,8 @@ from services.verify.verifier import Verifier, pages_for
 
 STATIC_NODES = 26
 """Nodes of the fixed tree, root included; a dynamic tree of as many stands beside it."""
-MODES: dict[str, DraftConfig | None] = {
-    "plain": None,
+PLAIN, COUPLED = "plain", ", coupled"
+MODES: dict[str, DraftConfig] = {
     "chain": DraftConfig(TreeShape.CHAIN),
     "static 26": DraftConfig(TreeShape.STATIC),
     "dynamic 26": DraftConfig(budget=STATIC_NODES),
@@ -120,11 +124,27 @@ def bench_tau(
     limit: int | None,
     max_tokens: int,
     temperatures: Sequence[float],
+    couplings: Sequence[bool],
+    modes: Sequence[str],
     json_file: Path | None,
+    plot: Path | None,
 ) -> None:
-    """Answer every question in every mode, one after the other, and print a table per temperature."""
+    """Answer every question in every mode, one after the other, and print a table per temperature.
+
+    Args:
+        models: what answers.
+        questions: a directory of question sets.
+        limit: questions of each; None: all.
+        max_tokens: of an answer.
+        temperatures: at which each question is answered.
+        couplings: whether trees are coupled; above temperature 0 each mode is measured with each.
+        modes: of `MODES`, besides plain decoding, and `REFERENCE`.
+        json_file: where the figures go.
+        plot: where τ by temperature is drawn; its suffix tells how.
+    """
     tasks = read_questions(questions, limit)
     tallies: Tallies = {}
+    calibrations: dict[str, Calibration] = defaultdict(Calibration)
     total = sum(len(prompts) for prompts in tasks.values()) * len(temperatures)
     with tqdm(total=total, unit="question", desc="bench tau", dynamic_ncols=True) as bar:
         # A task at a time, at all temperatures, and written each time: a run cut short leaves whole tasks.
@@ -132,20 +152,28 @@ def bench_tau(
             for temperature in temperatures:
                 for number, prompt in enumerate(prompts):
                     session = _session(models, f"{task}-{number}", prompt, max_tokens, temperature, number)
-                    _count(models, session, task, tallies)
+                    answers = _answers(models, session, couplings, modes, calibrations)
+                    _count(answers, session, task, tallies)
                     bar.update()
             if json_file:
-                settings = {"limit": limit, "max_tokens": max_tokens, "temperatures": list(temperatures)}
+                settings = {
+                    "limit": limit,
+                    "max_tokens": max_tokens,
+                    "temperatures": list(temperatures),
+                    "coupled": list(couplings),
+                }
                 write_json(json_file, "tau", settings, {"rows": _rows(_with_overall(tallies))})
     console = Console()
     for temperature in temperatures:
         console.print(_table(_with_overall(tallies), temperature, [*tasks, "overall"]))
+    if plot:
+        draw(_with_overall(tallies), plot)
 
 
-def _count(models: Models, session: Session, task: str, tallies: Tallies) -> None:
-    """Answer one question in every mode and add the answers to the tallies of its task."""
+def _count(answers: Iterator[tuple[str, Answer]], session: Session, task: str, tallies: Tallies) -> None:
+    """Add the answers to one question in every mode, plain decoding first, to the tallies of its task."""
     plain: Answer | None = None
-    for mode, answer in _answers(models, session):
+    for mode, answer in answers:
         plain = plain or answer
         tally = tallies.setdefault((session.params.temperature, task, mode), Tally())
         tally.add(answer, None if mode == REFERENCE else plain)
@@ -172,11 +200,21 @@ def _session(models: Models, id: str, prompt: str, max_tokens: int, temperature:
     return Session(id, tuple(ids), params, seed)
 
 
-def _answers(models: Models, session: Session) -> Iterator[tuple[str, Answer]]:
+def _answers(
+    models: Models,
+    session: Session,
+    couplings: Sequence[bool],
+    modes: Sequence[str],
+    calibrations: Mapping[str, Calibration],
+) -> Iterator[tuple[str, Answer]]:
     """The session's answer in every mode, plain decoding first."""
-    for mode, config in MODES.items():
-        yield mode, _answer(models, session, models.decode(session, config))
-    if session.params.temperature > 0 and models.head:
+    sampled = session.params.temperature > 0
+    yield PLAIN, _answer(models, session, models.decode(session, None))
+    for mode in (mode for mode in MODES if mode in modes):
+        for coupled in couplings if sampled else (False,):
+            name, config = mode + COUPLED * coupled, replace(MODES[mode], coupled=coupled)
+            yield name, _answer(models, session, models.decode(session, config, calibrations[name]))
+    if sampled and REFERENCE in modes and models.head:
         pages = pages_for(len(session.prompt) + session.params.max_tokens)
         verifier = Verifier(models.target, num_pages=pages)
         decoding = decode_sampled(verifier, models.head, DraftConfig(TreeShape.STATIC), session)
@@ -190,7 +228,7 @@ def _answer(models: Models, session: Session, decoding: Iterator[Step]) -> Answe
     steps = [first]
     with (
         watched(models.target, "forward") as target,
-        watched(models.head, "forward", "log_probs") as head,
+        watched(models.head, "forward", "logits") as head,
     ):
         started = time.perf_counter()
         for step in decoding:
@@ -206,12 +244,9 @@ def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
         words = name in ("task", "mode")
         table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for task in tasks:
-        plain = tallies[temperature, task, "plain"].figures()["tokens_per_s"]
-        for mode in (*MODES, REFERENCE):
-            tally = tallies.get((temperature, task, mode))
-            if tally is None:
-                continue
-            row = tally.figures()
+        plain = tallies[temperature, task, PLAIN].figures()["tokens_per_s"]
+        rows = {mode: t.figures() for (at, of, mode), t in tallies.items() if (at, of) == (temperature, task)}
+        for mode, row in rows.items():
             table.add_row(
                 task,
                 mode,
@@ -225,3 +260,22 @@ def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
             )
         table.add_section()
     return table
+
+
+def draw(tallies: Tallies, file: Path) -> None:
+    """τ by temperature over all tasks, a line for each mode; at 0 coupled trees are what others are."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    figures = {(at, mode): t.figures()["tau"] for (at, task, mode), t in tallies.items() if task == "overall"}
+    for mode in dict.fromkeys(mode for _, mode in figures):
+        plain = mode.removesuffix(COUPLED)
+        points = [(at, tau) for (at, of), tau in figures.items() if of == mode or (of == plain and not at)]
+        if all(tau is not None for _, tau in points):
+            axes.plot(
+                *zip(*sorted(points), strict=True), "-" if COUPLED in mode else "--", marker=".", label=mode
+            )
+    axes.set_xlabel("temperature")
+    axes.set_ylabel("τ, tokens per round")
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(file)

@@ -22,7 +22,8 @@ from services.draft.drafter import Drafter
 from services.engine.head import EagleHead
 from services.engine.target import Target
 from services.local.models import Models
-from services.speculation.growth import DynamicPlan, flatten, grow, rerank
+from services.speculation.coupling import Drawing
+from services.speculation.growth import DynamicPlan, as_given, flatten, grow, rerank
 from services.speculation.shapes import EAGLE_1_TREE
 from services.types.configuration import AUTO_BUDGET, AUTO_LEVELS, DraftConfig, TreeShape
 from services.types.errors import invalid
@@ -147,8 +148,9 @@ def follow(target: Target, head: EagleHead, session: Session) -> Trace:
     trees: dict[TreeShape, list[DraftTree]] = {shape: [] for shape in SHAPES}
     opened = verifier.open(session)
     output, outcome = list(opened.outcome.tokens), opened.outcome
+    drawing = Drawing(session.params, session.seed, len(session.prompt))
     for shape, config in SHAPES.items():
-        needed = drafter.open(shape, (*session.tokens, *output), config)
+        needed = drafter.open(shape, (*session.tokens, *output), config, drawing)
         drafter.advance(shape, (), opened.features[needed:])
     while not outcome.finish:
         for shape in SHAPES:
@@ -267,6 +269,7 @@ def _grown(profiles: Tensor, levels: int) -> Any:
         lambda tokens, parents: logs[:, next(level), None].expand(-1, tokens.shape[1], -1),
         DynamicPlan(levels, BEAM),
         torch.arange(BEAM),
+        score=as_given,
     )
 
 

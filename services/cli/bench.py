@@ -2,11 +2,11 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from services.cli.options import Device, Dtype, Head, Model
+from services.cli.options import Device, Dtype, Head, Model, listed, switch
 from services.types.errors import invalid
 
 bench = typer.Typer(name="bench", help="Measure, print a table, and write it as JSON.", no_args_is_help=True)
@@ -21,17 +21,26 @@ def tau(
     speculative_model: Head = None,
     limit: Annotated[int | None, typer.Option(help="Questions of each task; all if absent.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 128,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0 and 1 if absent.")] = None,
+    temperature: Annotated[str, typer.Option(help="Of the answers, like 0,0.7,1.")] = "0,1",
+    coupling: Annotated[str, typer.Option(help="Of trees above temperature 0: on, off, or on,off.")] = "on",
+    modes: Annotated[
+        str | None, typer.Option(help="Of the table, with commas between; all if absent.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw τ by temperature here.")] = None,
 ) -> None:
     """τ and tokens/s of plain decoding, chains, static and dynamic trees on the same questions."""
-    from services.bench.tau import bench_tau
+    from services.bench.tau import MODES, REFERENCE, bench_tau
     from services.local.models import load
 
+    named = [*MODES, REFERENCE] if modes is None else modes.split(",")
+    for unknown in {*named} - {*MODES, REFERENCE}:
+        raise typer.BadParameter(f"there is no mode {unknown!r}; there are {', '.join(MODES)}, {REFERENCE}")
+    temperatures, couplings = listed(temperature, float, "0,0.7,1"), listed(coupling, switch, "on,off")
     models = load(model, speculative_model, speculative=True, device=device, dtype=dtype)
-    bench_tau(models, questions, limit, max_tokens, temperature or [0.0, 1.0], json)
+    bench_tau(models, questions, limit, max_tokens, temperatures, couplings, named, json, plot)
 
 
 @bench.command()
@@ -41,7 +50,8 @@ def calibration(
     speculative_model: Head = None,
     limit: Annotated[int | None, typer.Option(help="Questions of each task; all if absent.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 64,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0 and 1 if absent.")] = None,
+    temperature: Annotated[str, typer.Option(help="Of the answers, like 0,0.7,1.")] = "0,1",
+    coupling: Annotated[Literal["on", "off"], typer.Option(help="Of the trees.", metavar="on|off")] = "on",
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = None,
@@ -51,8 +61,9 @@ def calibration(
     from services.bench.calibration import bench_calibration
     from services.local.models import load
 
+    temperatures = listed(temperature, float, "0,0.7,1")
     models = load(model, speculative_model, speculative=True, device=device, dtype=dtype)
-    bench_calibration(models, questions, limit, max_tokens, temperature or [0.0, 1.0], json, plot)
+    bench_calibration(models, questions, limit, max_tokens, temperatures, coupling == "on", json, plot)
 
 
 @bench.command()
@@ -141,10 +152,7 @@ def load(
     from services.bench.load import Load, bench_load
     from services.bench.questions import some_prompts
 
-    try:
-        counts = [int(count) for count in sessions.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter("write numbers with commas between, like 1,2,4") from error
+    counts = listed(sessions, int, "1,2,4")
     if min(counts) < 1:
         raise typer.BadParameter("there is at least 1 session")
     prompts = some_prompts(questions, max(*counts, repeats))

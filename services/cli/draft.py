@@ -1,7 +1,7 @@
 """`weald draft`: a draft replica."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -61,6 +61,10 @@ def draft(
     speculative_num_steps: Annotated[
         str, typer.Option(metavar="auto|N", help="Levels of a tree; auto: what pays.")
     ] = "auto",
+    speculative_coupling: Annotated[
+        Literal["on", "off"],
+        typer.Option(help="on: rank candidates by the noise of the draws.", metavar="on|off"),
+    ] = "on",
     drain: Drain = 30.0,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
@@ -70,7 +74,8 @@ def draft(
     if not verify and store == MEMORY:
         raise invalid("name verify replicas with --verify, or the store that lists them with --store")
     place = placed_at(host, port, advertise, drain, store)
-    config = sized(tree, size(speculative_num_steps), speculative_eagle_topk, size(speculative_budget))
+    levels, budget = size(speculative_num_steps), size(speculative_budget)
+    config = sized(tree, levels, speculative_eagle_topk, budget, speculative_coupling == "on")
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
 

@@ -110,6 +110,10 @@ def generate(
     speculative_num_steps: Annotated[
         str, _speculation("Levels of a dynamic tree or a chain; auto: what pays.", metavar="auto|N")
     ] = "auto",
+    speculative_coupling: Annotated[
+        Literal["on", "off"],
+        _speculation("on: rank candidates by the noise of the draws.", metavar="on|off"),
+    ] = "on",
     priority: Annotated[
         Priority, _speculation("What counts where sessions compete for the target.", metavar="PRIORITY")
     ] = Priority.NORMAL,
@@ -138,7 +142,8 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
     )
-    draft = sized(tree, size(speculative_num_steps), speculative_eagle_topk, size(speculative_budget))
+    levels, budget = size(speculative_num_steps), size(speculative_budget)
+    draft = sized(tree, levels, speculative_eagle_topk, budget, speculative_coupling == "on")
     if prompt is None or prompt == "-":
         prompt = "" if cursor else _standard_input()
 

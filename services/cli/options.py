@@ -1,8 +1,9 @@
 """Options that several commands share, and how their values are read."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -46,6 +47,8 @@ Authority = Annotated[
     Path | None, typer.Option(help="Authority of both sides' certificates, PEM.", rich_help_panel="TLS")
 ]
 
+Value = TypeVar("Value")
+
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -62,6 +65,29 @@ def memory_size(text: str) -> int:
         return int(float(match[1]) * _UNITS[match[2].upper()])
     except ValueError as error:
         raise invalid(f"{text!r} is no size of memory; write one like 512MiB or 20GiB") from error
+
+
+def switch(text: str) -> bool:
+    """`on` or `off`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text not in ("on", "off"):
+        raise ValueError(text)
+    return text == "on"
+
+
+def listed(text: str, read: Callable[[str], Value], example: str) -> list[Value]:
+    """Values with commas between, each read from its word.
+
+    Raises:
+        typer.BadParameter: `read` raised `ValueError`; the message shows the example.
+    """
+    try:
+        return [read(word) for word in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} cannot be read; write it like {example}") from error
 
 
 def size(text: str) -> int | Literal["auto"]:

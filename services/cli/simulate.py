@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from services.cli.options import Device, Dtype, Head, Model
+from services.cli.options import Device, Dtype, Head, Model, listed
 
 simulate = typer.Typer(
     name="simulate", help="Loads and machines that are not at hand.", invoke_without_command=True
@@ -49,10 +49,7 @@ def run(
         return
     from services.bench.simulate import SHAPES, Load, bench_simulate
 
-    try:
-        counts = [int(count) for count in sessions.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter("write numbers with commas between, like 1,2,4") from error
+    counts = listed(sessions, int, "1,2,4")
     asked = Load(prompt_tokens, max_tokens, rate, seed)
     chosen = SHAPES if shape == "all" else (shape,)
     replicas = {"drafters": draft_replicas, "verifiers": verify_replicas}
@@ -67,7 +64,7 @@ def record(
     speculative_model: Head = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 48,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; 0 and 1 if absent.")] = None,
+    temperature: Annotated[str, typer.Option(help="Of the answers, like 0,0.7,1.")] = "0,1",
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -76,6 +73,7 @@ def record(
     from services.local.models import load as load_models
     from services.local.models import quiet
 
+    temperatures = listed(temperature, float, "0,0.7,1")
     models = load_models(model, speculative_model, speculative=True, device=device, dtype=dtype)
     with quiet():
-        record_traces(models, questions, limit, max_tokens, temperature or [0.0, 1.0], out)
+        record_traces(models, questions, limit, max_tokens, temperatures, out)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,14 +11,13 @@ from services.engine.attention import Batch, Segment, causal_segment
 from services.engine.head import EagleHead
 from services.engine.pages import PAGE_SIZE, PagePool, extend_keys
 from services.speculation.adaptive import AdaptivePlan, Reach
-from services.speculation.calibration import Calibration, observations
+from services.speculation.calibration import Band, Calibration, observations
 from services.speculation.cost import Cost
+from services.speculation.coupling import LIKELIEST, Drawing, Odds
 from services.speculation.growth import (
     Candidates,
     Choose,
-    Correct,
     Plan,
-    as_they_are,
     flatten,
     grow,
     most_likely,
@@ -71,12 +70,19 @@ class _Drafting:
     entries: int
     blocks: list[Tensor] = field(default_factory=list)
     """Features of the positions [entries, told) in consecutive blocks `[n, H]`."""
-    temperature: float = 0.0
+    first: int = 0
+    """x[0]."""
+    drawing: Drawing = LIKELIEST
     proposed: DraftTree | None = None
-    """The last tree, with the head's own confidences."""
+    """The last tree, with confidences as they were before any correction."""
     root: Tensor | None = None
     """The feature predicted by the last true entry, for the pending token's position, `[H]`."""
     retired: bool = False
+
+    @property
+    def band(self) -> Band:
+        """What its confidences are like."""
+        return Band.of(self.drawing.params.temperature, bool(self.drawing.coupled))
 
     @property
     def told(self) -> int:
@@ -100,15 +106,27 @@ class Drafter:
         num_pages: int,
         page_size: int = PAGE_SIZE,
         choose: Choose = most_likely,
+        calibration: Calibration | None = None,
     ) -> None:
-        """Draft with `head`; `choose` proposes the children of a node (the sampled reference replaces it)."""
+        """Draft with `head`.
+
+        Args:
+            head: the draft head.
+            config: of trees of sessions that ask for none.
+            num_pages: of the head's cache.
+            page_size: slots of a page.
+            choose: proposes the children of a node; the sampled reference replaces it.
+            calibration: what is known of the head's confidences; None: nothing yet.
+        """
         self.head = head
         self.config = config
         self.tokens_forwarded = 0
         """True entries that went through the head; those found in the cache did not."""
+        self.trees_coupled = 0
+        """Trees ranked by the noise of the draws."""
         self.passes = Cost()
         """What a head pass over growing trees takes, by its rows."""
-        self.calibration = Calibration()
+        self.calibration = calibration or Calibration()
         """What the head's confidences have been worth."""
         self._reach = Reach()
         self._choose = choose
@@ -117,7 +135,11 @@ class Drafter:
         self._sessions: dict[str, _Drafting] = {}
 
     def open(
-        self, id: str, tokens: Sequence[int], config: DraftConfig | None = None, temperature: float = 0.0
+        self,
+        id: str,
+        tokens: Sequence[int],
+        config: DraftConfig | None = None,
+        drawing: Drawing = LIKELIEST,
     ) -> int:
         """Begin a session; true entries of the same tokens are taken from the cache as far as it has them.
 
@@ -125,7 +147,7 @@ class Drafter:
             id: the session's id.
             tokens: committed tokens `x[0..L]`, the prompt first.
             config: the trees of this session; None for the drafter's own.
-            temperature: at which the target draws.
+            drawing: how the target draws its tokens.
 
         Returns:
             The first position whose feature is needed; `advance` tells it and those behind it. It is at most
@@ -146,9 +168,11 @@ class Drafter:
         extend_keys(keys, rest, size, origin[0])
         pages = self.pool.match(keys[: max(0, len(rest) - 1) // size])
         config = config or self.config
+        if drawing.coupled is None:
+            drawing = replace(drawing, coupled=config.coupled)
         entries = len(pages) * size
         plan = plan_for(config)
-        state = _Drafting(config, plan, origin[0], rest, keys, pages, entries, temperature=temperature)
+        state = _Drafting(config, plan, origin[0], rest, keys, pages, entries, first=first, drawing=drawing)
         self._sessions[id] = state
         return entries
 
@@ -218,7 +242,7 @@ class Drafter:
         tree, decided = state.proposed, observations(state.proposed, nodes, accepted, finished=False)
         for node, was in decided:
             level, confidence = tree.depths[node], tree.confidences[node]
-            self.calibration.observe(state.temperature, level, confidence, was)
+            self.calibration.observe(state.band, level, confidence, was)
         return len(decided)
 
     def retire(self, id: str) -> None:
@@ -240,6 +264,11 @@ class Drafter:
     def check(self) -> None:
         """Verify that every page is accounted for (`PagePool.check`); `WealdError(INTERNAL)` if not."""
         self.pool.check(state.pages for state in self._sessions.values())
+
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        """The draft token of each target id that the head knows."""
+        return {token: index for index, token in enumerate(self.head.vocabulary.tolist())}
 
     def _session(self, id: str) -> _Drafting:
         state = self._sessions.get(id)
@@ -300,15 +329,18 @@ class Drafter:
         least = [SLACK * each.price if config.adaptive_budget else 0.0 for each in terms]
         roots = torch.stack([state.root for state in sessions if state.root is not None])
         scratch = _Scratch(self, sessions, roots)
-        first = self.head.log_probs(roots)
-        correct: Correct = as_they_are
-        if config.adaptive_budget:
-            correct = partial(self.calibration.correct, [state.temperature for state in sessions])
-        candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose, correct)
+        first = self.head.logits(roots)
+        learnt = [s.band if config.adaptive_budget or s.band.coupled else None for s in sessions]
+        correct = partial(self.calibration.correct, learnt)
+        committed = [(state.first, *state.tokens) for state in sessions]
+        drawings = [state.drawing for state in sessions]
+        odds = Odds(drawings, committed, self.head.vocabulary, self._known)
+        self.trees_coupled += len(odds.coupled)
+        candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose, correct, odds)
         chosen, tokens = _rerank(candidates, config), [state.tokens[-1] for state in sessions]
         trees = flatten(candidates, chosen, tokens, least)
         asked = replace(candidates, log_confidences=candidates.raw)
-        raw = flatten(asked, chosen, tokens, least) if config.adaptive_budget else trees
+        raw = flatten(asked, chosen, tokens, least) if any(learnt) else trees
         for state, tree in zip(sessions, raw, strict=True):
             state.proposed = tree
         return trees
@@ -367,4 +399,4 @@ class _Scratch:
             segments.append(Segment(slots, self._depths + state.entries, visible))
         predicted = drafter.forward(features.flatten(0, 1), tokens.flatten(), segments)
         self._predicted = predicted.view(sessions, rows, -1)
-        return drafter.head.log_probs(self._predicted)
+        return drafter.head.logits(self._predicted)

@@ -111,8 +111,8 @@ class DraftService:
         return link.connected and link.fingerprint == self.fingerprint
 
     def counters(self) -> dict[str, int]:
-        """Since the start: trees drafted and the time that took, sessions retired, handed over and recovered,
-        tokens that went through the head, and what the journal wrote and still has to write.
+        """Since the start: trees drafted, those coupled, the time that took, sessions retired, handed over
+        and recovered, tokens that went through the head, what the journal wrote and still has to write.
         """
         return {
             **self._thread.counters,
@@ -120,6 +120,7 @@ class DraftService:
             **self._journal.counters,
             "journal_backlog_tokens": self._journal.backlog,
             "tokens_forwarded": self.drafter.tokens_forwarded,
+            "trees_coupled": self.drafter.trees_coupled,
         }
 
     def reliability(self) -> list[Reliability]:

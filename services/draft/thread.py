@@ -12,6 +12,7 @@ from services.draft.drafter import Drafter, Terms
 from services.draft.generating import Generating, Opening
 from services.draft.link import VerifyLink
 from services.engine.transfer import from_block
+from services.speculation.coupling import Drawing
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import (
     Close,
@@ -101,9 +102,10 @@ class DraftThread:
     def _open(self, generating: Generating, opening: Opening) -> None:
         """Open a session at its verify replica, the first one or another."""
         call, session = generating.call, opening.session
-        temperature, cached = session.params.temperature, 0
+        cached = 0
         if call.speculative:
-            cached = self._drafter.open(session.id, session.tokens, call.draft, temperature)
+            drawing = Drawing(session.params, session.seed, len(session.prompt), call.coupled)
+            cached = self._drafter.open(session.id, session.tokens, call.draft, drawing)
         from_ = cached if call.speculative else len(session.tokens)
         if generating.opened is None:
             generating.cached = cached

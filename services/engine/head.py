@@ -154,11 +154,10 @@ class EagleHead(nn.Module):
         predicted: Tensor = output[0] if isinstance(output, tuple) else output
         return predicted
 
-    def log_probs(self, features: Tensor) -> Tensor:
-        """Log-probabilities over the draft vocabulary after features `[..., H]`, float32 or better."""
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits over the draft vocabulary after features `[..., H]`, float32 or better."""
         logits = nn.functional.linear(features, self.lm_head)
-        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return logits.to(exact).log_softmax(-1)
+        return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
     @property
     def token_bytes(self) -> int:

@@ -94,6 +94,7 @@ def job_of(
             speculative=request.speculative is not False,
             traceparent=traceparent,
             priority=Priority(request.priority or Priority.NORMAL),
+            coupled=request.speculative_coupling,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)

@@ -215,6 +215,10 @@ class _Sampling(_Request):
     stream_options: StreamOptions | None = None
     speculative: bool | None = None
     """False: plain steps, the same text."""
+    speculative_coupling: bool | None = None
+    """Whether candidates are ranked by the noise of the draws; None: as draft replicas have it. The text is
+    the same.
+    """
     priority: Literal["latency", "throughput", 0] | None = None
     """What counts where requests compete for the target's time, 0 and None: neither; the text is the same."""
     weald: bool | None = None

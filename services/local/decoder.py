@@ -9,7 +9,9 @@ from torch import Tensor
 
 from services.draft.drafter import Terms
 from services.speculation.budget import Budget, Offer, Prospect
+from services.speculation.coupling import LIKELIEST, Drawing
 from services.speculation.forest import Entry, rank
+from services.types.configuration import DraftConfig
 from services.types.outcome import Outcome
 from services.types.session import Session
 from services.types.tree import DraftTree
@@ -19,7 +21,9 @@ from services.verify.verifier import Verified, Verifier
 class TreeSource(Protocol):
     """What proposes trees: a drafter, or a stand-in that knows more."""
 
-    def open(self, id: str, tokens: Sequence[int]) -> int:
+    def open(
+        self, id: str, tokens: Sequence[int], config: DraftConfig | None = None, drawing: Drawing = LIKELIEST
+    ) -> int:
         """Begin a session with its committed tokens; the first position whose feature is needed."""
 
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
@@ -27,6 +31,9 @@ class TreeSource(Protocol):
 
     def propose(self, ids: Sequence[str], terms: Mapping[str, Terms] | None = None) -> list[DraftTree]:
         """One tree for each session, when all features below its pending token are there."""
+
+    def learn(self, id: str, nodes: int, accepted: Sequence[int]) -> int:
+        """Take in what became of a session's last tree: which nodes were verified, which accepted."""
 
     def close(self, id: str) -> None:
         """End a session."""
@@ -83,7 +90,8 @@ def decode(
             if result.outcome.finish:
                 continue
             known = (*session.tokens, *result.outcome.tokens)
-            needed = drafter.open(session.id, known) if drafter else 0
+            drawing = Drawing(session.params, session.seed, len(session.prompt))
+            needed = drafter.open(session.id, known, None, drawing) if drafter else 0
             going[session.id] = _Decoding(known[-1], first)
             if drafter:
                 drafter.advance(session.id, (), result.features[needed:])
@@ -91,13 +99,14 @@ def decode(
             started = time.perf_counter()
             proposed = _propose(drafter, going)
             drafted = time.perf_counter()
-            trees = _worth(budget, proposed)
+            kept = _worth(budget, proposed)
+            trees = {id: tree.keep(kept[id]) for id, tree in proposed.items()}
             results = verifier.verify(trees)
             ended = time.perf_counter()
             if drafter and budget:
                 _account(budget, going, proposed, trees, results, (started, drafted, ended))
             for id, result in results.items():
-                _advance(drafter, going, id, result)
+                _advance(drafter, going, id, kept[id], result)
                 yield Step(id, trees[id], result.outcome, drafted - started, ended - drafted)
     finally:
         for id in opened:
@@ -115,13 +124,12 @@ def _propose(drafter: TreeSource | None, going: Mapping[str, _Decoding]) -> dict
     return trees
 
 
-def _worth(budget: Budget | None, trees: dict[str, DraftTree]) -> dict[str, DraftTree]:
-    """As much of the trees as is to be verified."""
+def _worth(budget: Budget | None, trees: Mapping[str, DraftTree]) -> dict[str, tuple[int, ...]]:
+    """The nodes of each tree that are to be verified."""
     if budget is None:
-        return trees
+        return {id: tuple(range(len(tree))) for id, tree in trees.items()}
     forest = [Entry(tree, priced=True) for tree in trees.values()]
-    ranked = rank(forest, sum(map(len, trees.values())), budget.nodes)
-    return {id: tree.keep(kept) for (id, tree), kept in zip(trees.items(), ranked, strict=True)}
+    return dict(zip(trees, rank(forest, sum(map(len, trees.values())), budget.nodes), strict=True))
 
 
 def _account(
@@ -146,7 +154,13 @@ def _account(
         session.streak = session.streak + 1 if session.offer.wanted else 0
 
 
-def _advance(drafter: TreeSource | None, going: dict[str, _Decoding], id: str, result: Verified) -> None:
+def _advance(
+    drafter: TreeSource | None,
+    going: dict[str, _Decoding],
+    id: str,
+    kept: Sequence[int],
+    result: Verified,
+) -> None:
     outcome = result.outcome
     if outcome.finish:
         del going[id]
@@ -155,4 +169,7 @@ def _advance(drafter: TreeSource | None, going: dict[str, _Decoding], id: str, r
         return
     going[id].pending = outcome.tokens[-1]
     if drafter:
+        if len(kept) > 1:
+            nodes = kept[: outcome.verified]
+            drafter.learn(id, sum(1 << node for node in nodes), [nodes[node] for node in outcome.accepted])
         drafter.advance(id, outcome.tokens, result.features)

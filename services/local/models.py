@@ -20,6 +20,7 @@ from services.engine.transfer import DTYPES
 from services.gateway.tokenizer import Tokenizer
 from services.local.decoder import Step, decode
 from services.speculation.budget import Budget
+from services.speculation.calibration import Calibration
 from services.types.configuration import DraftConfig
 from services.types.errors import invalid
 from services.types.session import Session
@@ -44,12 +45,15 @@ class Models:
         """Token ids of a conversation that a user's message begins, up to where the answer begins."""
         return self.tokenizer.chat([{"role": "user", "content": message}])
 
-    def decode(self, session: Session, config: DraftConfig | None) -> Iterator[Step]:
+    def decode(
+        self, session: Session, config: DraftConfig | None, calibration: Calibration | None = None
+    ) -> Iterator[Step]:
         """Decode one session in this process, with as many pages as it can need.
 
         Args:
             session: what to generate.
             config: the trees to draft; None, or no head, for plain steps.
+            calibration: what is known of the head's confidences, and will be.
 
         Raises:
             WealdError: at the first step, as `Verifier.open` does.
@@ -59,7 +63,8 @@ class Models:
         drafter = budget = None
         if self.head and config:
             scratch = config.levels * config.beam
-            drafter = Drafter(self.head, config, num_pages=pages_for(tokens + scratch))
+            pages = pages_for(tokens + scratch)
+            drafter = Drafter(self.head, config, num_pages=pages, calibration=calibration)
             budget = Budget() if config.adaptive_budget else None
         with quiet():
             yield from decode(verifier, drafter, [session], budget)

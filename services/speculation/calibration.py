@@ -40,7 +40,10 @@ JUDGED, PROMISED, SHORTFALL = 1000, 50.0, 0.5
 
 
 class Band(StrEnum):
-    """A range of temperatures in which confidences are worth about the same."""
+    """A range of temperatures in which confidences are worth about the same.
+
+    Those of coupled trees are chances given the noise, another matter than chances before it.
+    """
 
     GREEDY = "greedy"
     """0."""
@@ -52,11 +55,21 @@ class Band(StrEnum):
     """Up to 1.1: the temperature that the head's probabilities are made for."""
     HOT = "hot"
     """Above."""
+    COUPLED_COLD = "coupled cold"
+    COUPLED_COOL = "coupled cool"
+    COUPLED_NATURAL = "coupled natural"
+    COUPLED_HOT = "coupled hot"
 
     @classmethod
-    def of(cls, temperature: float) -> "Band":
-        """The band that a temperature is in."""
-        return _BANDS[bisect_left(_UP_TO, temperature)]
+    def of(cls, temperature: float, coupled: bool = False) -> "Band":
+        """The band that a temperature is in; at 0 there is no noise."""
+        at = bisect_left(_UP_TO, temperature)
+        return _BANDS[at + len(_UP_TO) if coupled and at else at]
+
+    @property
+    def coupled(self) -> bool:
+        """Whether it is one of coupled trees."""
+        return self.name.startswith("COUPLED")
 
 
 def observations(
@@ -205,16 +218,16 @@ class Calibration:
         """By band and level; level None is that of all levels together."""
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
 
-    def observe(self, temperature: float, level: int, confidence: float, accepted: bool) -> None:
+    def observe(self, band: Band, level: int, confidence: float, accepted: bool) -> None:
         """Take in one draft node that the target decided on: one that `observations` names.
 
         Args:
-            temperature: of its session.
+            band: of its session.
             level: its depth, from 1 on.
-            confidence: raw, as the head gave it.
+            confidence: raw, before any correction.
             accepted: whether it was.
         """
-        key = Band.of(temperature), level
+        key = band, level
         if key not in self._seen:
             self._seen[key] = Reliability(MEMORY)
         self._seen[key].observe(confidence, accepted)
@@ -224,11 +237,11 @@ class Calibration:
             self._maps.clear()
             self._tables.clear()
 
-    def correct(self, temperatures: Sequence[float], level: int, log_confidences: Tensor) -> Tensor:
+    def correct(self, bands: Sequence[Band | None], level: int, log_confidences: Tensor) -> Tensor:
         """Confidences as they should have been, as far as that is known; where it is not, as they are.
 
         Args:
-            temperatures: of S sessions.
+            bands: of S sessions; None: as they are.
             level: from 1 on.
             log_confidences: raw, float32 `[S, f, k]`, at most 0.
 
@@ -236,11 +249,10 @@ class Calibration:
             float32 `[S, f, k]`, at most 0: in every session a monotone map, which moves no confidence by a
             factor of more than `MOST`.
         """
-        bands = [Band.of(temperature) for temperature in temperatures]
-        if all(self._map(band, level) is None for band in set(bands)):
+        if all(band is None or self._map(band, level) is None for band in set(bands)):
             return log_confidences
         device = log_confidences.device
-        rows = torch.tensor([_BANDS.index(band) for band in bands], device=device)
+        rows = torch.tensor([_BANDS.index(band) if band else len(_BANDS) for band in bands], device=device)
         knots, a, b = self._table(level, device)[:, rows].unbind()
         # In double precision, and as a factor: neither rounding nor underflow moves one past another.
         raw = log_confidences.double().flatten(1).contiguous()
@@ -265,7 +277,7 @@ class Calibration:
         for band in Band:
             seen = self._together(band, None)
             enough = seen.count >= JUDGED and seen.promised >= PROMISED
-            if band is not Band.HOT and enough and seen.shortfall > SHORTFALL:
+            if band not in (Band.HOT, Band.COUPLED_HOT) and enough and seen.shortfall > SHORTFALL:
                 return (
                     f"the head's confidences promised {seen.promised:.0f} accepted nodes in {band} sessions, "
                     f"and {seen.shortfall:.0%} of them did not come: the head was probably not made for "
@@ -291,10 +303,10 @@ class Calibration:
         return self._maps[key]
 
     def _table(self, level: int, device: torch.device) -> Tensor:
-        """Knots, a and b of a level's maps for every band, float64 `[3, bands, n + 1]`."""
+        """Knots, a and b of a level's maps for every band and for none, float64 `[3, bands + 1, n + 1]`."""
         key = level, device
         if key not in self._tables:
-            maps = [self._map(band, level) or _IDENTITY for band in Band]
+            maps = [*(self._map(band, level) or _IDENTITY for band in Band), _IDENTITY]
             # A last knot that no confidence is above makes the three of one length.
             columns = ([(*m.knots, 1.0) for m in maps], [m.a for m in maps], [m.b for m in maps])
             self._tables[key] = torch.tensor(columns, dtype=torch.float64, device=device)

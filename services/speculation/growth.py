@@ -16,9 +16,12 @@ from services.types.tree import DraftTree
 
 Expand = Callable[[Tensor, Tensor], Tensor]
 """One head pass: (tokens `[S, f]`, which row of the previous pass each one's parent was `[S, f]`) →
-log-probabilities of the next token over the draft vocabulary `[S, f, V]`."""
+logits of the next token over the draft vocabulary `[S, f, V]`."""
+Score = Callable[[int, Tensor, Tensor], Tensor]
+"""(level, logits `[S, f, V]`, tokens from the root to each row `[S, f, level - 1]`) → the logarithms of the
+chances of being drawn, by which children are ranked, `[S, f, V]`."""
 Choose = Callable[[Tensor, int], Tensor]
-"""(log-probabilities `[S, f, V]`, k) → the k children proposed for each row, best first, `[S, f, k]`."""
+"""(logarithms of chances `[S, f, V]`, k) → the k children proposed for each row, best first, `[S, f, k]`."""
 
 
 class Plan(Protocol):
@@ -112,7 +115,7 @@ class Candidates:
     log_values: Tensor
     """log V, float32 `[S, C]`; a child never exceeds its parent."""
     raw: Tensor
-    """Log-confidences as the head gave them, float32 `[S, C]`."""
+    """Log-confidences before they were corrected, float32 `[S, C]`."""
 
 
 Correct = Callable[[int, Tensor], Tensor]
@@ -124,9 +127,19 @@ def as_they_are(level: int, log_confidences: Tensor) -> Tensor:
     return log_confidences
 
 
-def most_likely(log_probs: Tensor, k: int) -> Tensor:
+def by_the_head(level: int, logits: Tensor, paths: Tensor) -> Tensor:
+    """A token is as likely to be drawn as the head says."""
+    return logits.log_softmax(-1)
+
+
+def as_given(level: int, log_chances: Tensor, paths: Tensor) -> Tensor:
+    """What comes in place of logits are logarithms of chances already."""
+    return log_chances
+
+
+def most_likely(log_chances: Tensor, k: int) -> Tensor:
     """The k most likely tokens of each row, best first."""
-    return log_probs.topk(k, dim=-1).indices
+    return log_chances.topk(k, dim=-1).indices
 
 
 def grow(
@@ -136,27 +149,30 @@ def grow(
     vocabulary: Tensor,
     choose: Choose = most_likely,
     correct: Correct = as_they_are,
+    score: Score = by_the_head,
 ) -> Candidates:
     """Grow one tree for each of S sessions.
 
     Args:
-        first: log-probabilities of level 1, float32 `[S, V]` over the draft vocabulary.
+        first: logits of level 1, float32 `[S, V]` over the draft vocabulary.
         expand: a head pass over frontier nodes; level 1 costs none, each further level one.
         plan: which nodes to expand and keep.
         vocabulary: target id of each draft token, int64 `[V]`.
         choose: how the children of a node are proposed.
         correct: what is made of confidences.
+        score: what is made of the head's logits.
     """
     sessions, device = first.shape[0], first.device
-    log_probs = first[:, None]
+    logits, paths = first[:, None], torch.empty(sessions, 1, 0, dtype=torch.long, device=device)
     frontier = torch.full((sessions, 1), -1, device=device)
     frontier_values = first.new_zeros(sessions, 1)
     grown: list[tuple[Tensor, ...]] = []
     count = 0
     for level in range(1, plan.levels + 1):
-        width = min(plan.width(level), log_probs.shape[-1])
-        proposed = choose(log_probs, width)
-        raw = log_probs.gather(-1, proposed).clamp(max=0)
+        width = min(plan.width(level), logits.shape[-1])
+        chances = score(level, logits, paths)
+        proposed = choose(chances, width)
+        raw = chances.gather(-1, proposed).clamp(max=0)
         log_c = correct(level, raw)
         log_v = torch.minimum(frontier_values[..., None] + log_c, frontier_values[..., None])
         kept = plan.kept(level, proposed.shape[1], width).to(device)
@@ -169,7 +185,10 @@ def grow(
         chosen = plan.frontier(level, values)
         if not chosen.numel():
             break
-        log_probs = expand(tokens.gather(1, chosen), (kept // width)[chosen])
+        parents = (kept // width)[chosen]
+        logits = expand(tokens.gather(1, chosen), parents)
+        behind = paths.gather(1, parents[..., None].expand(-1, -1, paths.shape[-1]))
+        paths = torch.cat([behind, tokens.gather(1, chosen)[..., None]], -1)
         frontier, frontier_values = chosen + count, values.gather(1, chosen)
         count += kept.numel()
     return Candidates(*(torch.cat(column, 1) for column in zip(*grown, strict=True)))

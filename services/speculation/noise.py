@@ -31,28 +31,29 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def random_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def random_bits(seeds: Tensor, positions: Tensor, tokens: int | Tensor) -> Tensor:
     """53 random bits for every (row, token).
 
     Args:
         seeds: int64 `[R]`, the 64 bits of each row's seed.
         positions: int64 `[R]`, absolute position of the token each row draws.
-        vocab_size: V.
+        tokens: int64 `[V]`, or how many, from 0 on.
 
     Returns:
         int64 `[R, V]`, uniform on [0, 2**53).
     """
-    tokens = torch.arange(1, vocab_size + 1, device=seeds.device)
+    if isinstance(tokens, int):
+        tokens = torch.arange(tokens, device=seeds.device)
     streams = _mixed(_mixed(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
-    return _shifted(_mixed(streams[:, None] + tokens * _GOLDEN), 64 - _BITS)
+    return _shifted(_mixed(streams[:, None] + (tokens + 1) * _GOLDEN), 64 - _BITS)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, tokens: int | Tensor) -> Tensor:
     """Standard Gumbel noise `G`, finite everywhere, float64 `[R, V]`; arguments as for `random_bits`.
 
     `argmax(logits/T + G)` is a draw from `softmax(logits/T)` (Gumbel-max; Maddison et al. 2014).
     """
-    bits = random_bits(seeds, positions, vocab_size)
+    bits = random_bits(seeds, positions, tokens)
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-_BITS
     # Rounding can lift the largest value to 1, whose exponential would be infinite.
     exponential = -torch.log1p(-uniform.clamp_(max=1 - 2.0**-_BITS))

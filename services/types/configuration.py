@@ -52,6 +52,8 @@ class DraftConfig:
     """Whether levels, and nodes expanded in them, are worth a head pass or are not grown."""
     adaptive_budget: bool = False
     """Whether trees and their nodes are worth the target's time, or else are not wanted, or not verified."""
+    coupled: bool = True
+    """Whether candidates are ranked by the noise that the target will draw with, at temperatures above 0."""
 
     def __post_init__(self) -> None:
         if self.levels < 1:
@@ -67,7 +69,11 @@ AUTO_LEVELS, AUTO_BUDGET = 8, MAX_NODES
 
 
 def sized(
-    shape: TreeShape, levels: int | Literal["auto"], beam: int, budget: int | Literal["auto"]
+    shape: TreeShape,
+    levels: int | Literal["auto"],
+    beam: int,
+    budget: int | Literal["auto"],
+    coupled: bool = True,
 ) -> DraftConfig:
     """Trees of these sizes, of which levels and budget can be `auto`: what is worth its time.
 
@@ -81,6 +87,7 @@ def sized(
         AUTO_BUDGET if budget == "auto" else budget,
         adaptive_levels=levels == "auto",
         adaptive_budget=budget == "auto",
+        coupled=coupled,
     )
 
 

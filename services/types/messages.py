@@ -178,6 +178,8 @@ class Call:
     """Whether every `Round` brings its tree."""
     traceparent: str = ""
     priority: Priority = Priority.NORMAL
+    coupled: bool | None = None
+    """Whether candidates are ranked by the noise of the draws; None: as `draft` or the service has it."""
 
 
 @dataclass(frozen=True, slots=True)

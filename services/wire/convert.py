@@ -377,6 +377,7 @@ def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
                 budget=call.draft.budget,
                 adaptive_levels=call.draft.adaptive_levels,
                 adaptive_budget=call.draft.adaptive_budget,
+                coupled=call.draft.coupled,
             )
         return draft_pb2.GenerateRequest(
             session=call.session,
@@ -388,6 +389,7 @@ def call_to_proto(call: Call) -> draft_pb2.GenerateRequest:
             want_trees=call.want_trees,
             traceparent=call.traceparent,
             priority=PRIORITIES[call.priority],
+            coupled=call.coupled,
         )
 
 
@@ -399,7 +401,8 @@ def call_from_proto(message: draft_pb2.GenerateRequest) -> Call:
     if message.HasField("draft"):
         shape = _known(SHAPES, message.draft.shape, "tree shape")
         sizes = message.draft.levels, message.draft.beam, message.draft.budget
-        draft = DraftConfig(shape, *sizes, message.draft.adaptive_levels, message.draft.adaptive_budget)
+        adaptive = message.draft.adaptive_levels, message.draft.adaptive_budget
+        draft = DraftConfig(shape, *sizes, *adaptive, message.draft.coupled)
     return Call(
         _named(message.session),
         prompt,
@@ -410,6 +413,7 @@ def call_from_proto(message: draft_pb2.GenerateRequest) -> Call:
         message.want_trees,
         message.traceparent,
         _known(PRIORITIES, message.priority, "priority"),
+        message.coupled if message.HasField("coupled") else None,
     )
 
 

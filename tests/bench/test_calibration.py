@@ -42,7 +42,7 @@ def test_the_json_the_table_and_the_figure_show_what_the_trees_of_all_questions_
         str(checkpoints.target), str(checkpoints.head), speculative=True, device="cpu", dtype="float64"
     )
     file, plot = tmp_path / "calibration.json", tmp_path / "calibration.svg"
-    bench_calibration(models, questions, None, 24, [0.0, 1.0], file, plot)
+    bench_calibration(models, questions, None, 24, [0.0, 1.0], True, file, plot)
     record = json.loads(file.read_text())
     assert record["benchmark"] == "calibration"
     assert record["settings"]["trees"]["budget"] == 40
@@ -102,8 +102,8 @@ def test_a_round_is_corrected_by_the_rounds_before_it_alone() -> None:
     def rounds(last: bool) -> Cells:
         calibration, cells = Calibration(), Cells()
         for i in range(2 * LEAST):
-            learn(calibration, cells, "alpha", 0.0, [Node(1, 0.5, i % 4 == 0)])
-        learn(calibration, cells, "beta", 0.0, [Node(1, 0.5, last)] * 40)
+            learn(calibration, cells, "alpha", 0.0, False, [Node(1, 0.5, i % 4 == 0)])
+        learn(calibration, cells, "beta", 0.0, False, [Node(1, 0.5, last)] * 40)
         return cells
 
     one, other = rounds(True), rounds(False)
@@ -136,6 +136,7 @@ def test_a_figure_has_a_panel_for_each_temperature(tmp_path: Path) -> None:
                 cells,
                 "alpha",
                 temperature,
+                False,
                 [Node(1, 0.97, i % 9 > 0), Node(1, 0.02, i % 9 == 0)],
             )
     for suffix in ("svg", "png"):

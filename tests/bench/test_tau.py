@@ -6,7 +6,7 @@ import pytest
 
 from services.bench import tau as module
 from services.bench.questions import read_questions
-from services.bench.tau import MODES, REFERENCE, bench_tau
+from services.bench.tau import COUPLED, MODES, PLAIN, REFERENCE, bench_tau
 from services.local.models import load
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import WealdError
@@ -41,23 +41,27 @@ def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says
     models = load(
         str(checkpoints.target), str(checkpoints.head), speculative=True, device="cpu", dtype="float64"
     )
-    bench_tau(models, questions, 2, 12, [0.0, 1.0], tmp_path / "tau.json")
+    named, plot = [*MODES, REFERENCE], tmp_path / "tau.svg"
+    bench_tau(models, questions, 2, 12, [0.0, 1.0], [True, False], named, tmp_path / "tau.json", plot)
     record = json.loads((tmp_path / "tau.json").read_text())
     assert record["benchmark"] == "tau"
     assert record["environment"]["torch"]
     rows = {(r["temperature"], r["task"], r["mode"]): r for r in record["rows"]}
     for temperature in (0.0, 1.0):
-        modes = [*MODES, REFERENCE] if temperature else [*MODES]
-        assert [m for t, task, m in rows if (t, task) == (temperature, "overall")] == modes
-        for mode in MODES:
+        kinds = (COUPLED, "") if temperature else ("",)
+        modes = [PLAIN, *(mode + kind for mode in MODES for kind in kinds)]
+        last = [REFERENCE] if temperature else []
+        assert [m for t, task, m in rows if (t, task) == (temperature, "overall")] == modes + last
+        for mode in modes:
             row = rows[temperature, "overall", mode]
             assert row["identical"] == row["answers"] == 4
-            assert (row["tau"] is None) == (mode == "plain")
+            assert (row["tau"] is None) == (mode == PLAIN)
             assert 0 < row["other_share"] < 1
             parts = [rows[temperature, task, mode]["tokens"] for task in ("alpha", "beta")]
             assert row["tokens"] == sum(parts)
     assert rows[1.0, "overall", REFERENCE]["identical"] is None
     assert max(r["tau"] or 0 for r in rows.values()) > 1
+    assert "temperature" in plot.read_text()
     printed = capsys.readouterr().out
     assert "dynamic 26" in printed
     assert "4/4" in printed
@@ -65,4 +69,4 @@ def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says
 
 def test_the_dynamic_tree_beside_the_static_one_has_as_many_nodes() -> None:
     assert MODES["static 26"] == DraftConfig(TreeShape.STATIC)
-    assert MODES["dynamic 26"].budget == 26  # type: ignore[union-attr]
+    assert MODES["dynamic 26"].budget == 26

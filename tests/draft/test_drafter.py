@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from services.draft.drafter import SLACK, Drafter, Terms
 from services.engine.head import EagleHead
 from services.speculation.calibration import REFRESH, Band
+from services.speculation.coupling import Drawing
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.errors import ErrorCode, WealdError
+from services.types.sampling import SamplingParams
 from services.types.tree import DraftTree
 
 Make = Callable[..., Any]
@@ -90,7 +93,7 @@ def log_probs_alone(twin: EagleHead, story: Story, tree: DraftTree) -> list[Tens
         tokens = torch.tensor([*story.tokens[1:], *(tree.tokens[step] for step in path)])
         positions = torch.arange(len(tokens))
         predicted[node] = twin(features[None], tokens[None], positions[None])[0, -1]
-    return [twin.log_probs(predicted[node]) for node in range(len(tree))]
+    return [twin.logits(predicted[node]).log_softmax(-1) for node in range(len(tree))]
 
 
 def assert_says_what_the_head_says(tree: DraftTree, story: Story, twin: EagleHead) -> None:
@@ -588,7 +591,7 @@ def test_what_became_of_a_tree_is_held_against_the_heads_own_confidences(target:
     loaded, story = head(target("llama")), Story.begin(9, 4)
     drafter = Drafter(loaded, AUTO, num_pages=100, page_size=4)
     whole = tree_alone(loaded, CONFIGS["dynamic"], story)
-    drafter.open("a", story.tokens, None, 1.0)
+    drafter.open("a", story.tokens, replace(AUTO, coupled=False), Drawing(SamplingParams(temperature=1.0)))
     drafter.advance("a", (), story.features)
     first = [node for node in range(1, len(whole)) if whole.parents[node] == 0]
     decided = 0
@@ -609,7 +612,7 @@ def test_what_became_of_a_tree_is_held_against_the_heads_own_confidences(target:
 
 def test_paper_trees_are_ranked_by_what_the_head_says(target: Make, head: Make) -> None:
     loaded, story = head(target("llama")), Story.begin(9, 4)
-    drafter = Drafter(loaded, CONFIGS["dynamic"], num_pages=100, page_size=4)
+    drafter = Drafter(loaded, replace(CONFIGS["dynamic"], coupled=False), num_pages=100, page_size=4)
     begin(drafter, "a", story)
     for _ in range(300):
         (tree,) = drafter.propose(["a"])

@@ -245,6 +245,24 @@ def test_callers_hear_what_the_target_says_round_by_round(small: Make, drafter: 
     assert sum(len(said(events)) - len(rounds(events)) for events in heard) > 20
 
 
+def test_coupling_is_the_calls_choice_or_else_the_replicas_and_changes_no_text(
+    small: Make, drafter: Make, text: Make
+) -> None:
+    async def scenario(coupled: bool | None, draft: DraftConfig | None) -> int:
+        async with serve(small, drafter()) as pair:
+            sessions = [session(str(i), temperature=float(i % 2)) for i in range(6)]
+            calls = [call(s, coupled=coupled, draft=draft) for s in sessions]
+            heard = await asyncio.gather(*(listen(pair.drafts, c) for c in calls))
+            assert [said(events) for events in heard] == [text(s) for s in sessions]
+            return pair.drafts.counters()["trees_coupled"]
+
+    off = replace(TREES, coupled=False)
+    assert asyncio.run(scenario(None, None)) > 0
+    assert asyncio.run(scenario(None, off)) == 0
+    assert asyncio.run(scenario(False, None)) == 0
+    assert asyncio.run(scenario(True, off)) > 0
+
+
 def test_a_caller_who_wants_trees_sees_which_path_of_each_was_accepted(
     small: Make, drafter: Make, text: Make
 ) -> None:

@@ -141,13 +141,13 @@ def test_a_draft_vocabulary_gives_the_targets_distribution_over_its_own_tokens(
     assert everything.vocabulary.tolist() == list(range(61))
     assert some.vocabulary.tolist() == SOME.tolist()
     scores = features @ target("llama").embeddings()[1].T
-    torch.testing.assert_close(everything.log_probs(features), scores.log_softmax(-1))
-    torch.testing.assert_close(some.log_probs(features), scores[:, SOME].log_softmax(-1))
+    torch.testing.assert_close(everything.logits(features), scores)
+    torch.testing.assert_close(some.logits(features), scores[:, SOME])
 
 
 def test_log_probabilities_of_a_half_precision_head_are_float32(target: Make, head: Make) -> None:
     half = head(target("llama")).to(torch.bfloat16)
-    assert half.log_probs(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
+    assert half.logits(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("vocabulary", [None, SOME])
@@ -173,7 +173,7 @@ def test_what_is_saved_in_the_public_layout_loads_as_the_same_head(
     assert torch.equal(loaded.vocabulary, saved.vocabulary)
     features, tokens = entries(20)
     assert torch.equal(one_pass(loaded, features, tokens), one_pass(saved, features, tokens))
-    assert torch.equal(loaded.log_probs(features), saved.log_probs(features))
+    assert torch.equal(loaded.logits(features), saved.logits(features))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,20 @@ def test_a_head_of_any_tree_shape_leaves_the_text_as_it_is(
     assert run(target(kind), batch[:1], drafter) == {batch[0].id: texts[batch[0].id]}
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_text_of_every_processor_is_the_same_with_coupling_and_without(
+    kind: str, coupled: bool, plain: Make, target: Make, head: Make, run: Make
+) -> None:
+    sessions = sessions_of_all_processors(3)
+    texts = {s.id: plain(kind).text(s) for s in sessions}
+    config = DraftConfig(levels=4, beam=6, budget=40, coupled=coupled)
+    drafter = Drafter(head(target(kind)), config, num_pages=1600, page_size=4)
+    for batch in by_eight(sessions):
+        assert run(target(kind), batch, drafter) == {s.id: texts[s.id] for s in batch}
+    assert (drafter.trees_coupled > 0) is coupled
+
+
 @st.composite
 def any_session(draw: st.DrawFn) -> Session:
     tokens = st.integers(0, 60)
@@ -303,7 +317,7 @@ class Broken:
         self.rounds = 0
         self.pending: dict[str, int] = {}
 
-    def open(self, id: str, tokens: Sequence[int]) -> int:
+    def open(self, id: str, tokens: Sequence[int], config: Any = None, drawing: Any = None) -> int:
         self.pending[id] = tokens[-1]
         return 0
 
@@ -317,6 +331,9 @@ class Broken:
 
     def advance(self, id: str, tokens: Sequence[int], features: torch.Tensor) -> None:
         self.pending[id] = [self.pending[id], *tokens][-1]
+
+    def learn(self, id: str, nodes: int, accepted: Sequence[int]) -> int:
+        return 0
 
     def close(self, id: str) -> None:
         self.pending.pop(id, None)

@@ -30,7 +30,7 @@ class Chains:
     known: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By session: how much of the sequence is behind it, and the pending token."""
 
-    def open(self, id: str, tokens: Sequence[int]) -> int:
+    def open(self, id: str, tokens: Sequence[int], config: Any = None, drawing: Any = None) -> int:
         self.known[id] = len(tokens), tokens[-1]
         return 0
 
@@ -41,6 +41,9 @@ class Chains:
     def advance(self, id: str, tokens: Sequence[int], features: Tensor) -> None:
         at, pending = self.known[id]
         self.known[id] = at + len(tokens), [pending, *tokens][-1]
+
+    def learn(self, id: str, nodes: int, accepted: Sequence[int]) -> int:
+        return 0
 
     def close(self, id: str) -> None:
         self.known.pop(id)

@@ -22,7 +22,7 @@ from services.speculation.calibration import (
     Reliability,
     observations,
 )
-from services.speculation.growth import DynamicPlan, flatten, grow, rerank
+from services.speculation.growth import DynamicPlan, as_given, flatten, grow, rerank
 from services.speculation.stopping import cut
 from services.types.tree import DraftTree
 
@@ -69,14 +69,14 @@ def teach(
     for _ in range(count):
         confidence = confidence_of(rng)
         accepted = rng.random() < truth(confidence)
-        calibration.observe(temperature, rng.choice(levels), confidence, accepted)
+        calibration.observe(Band.of(temperature), rng.choice(levels), confidence, accepted)
 
 
 def corrected(
     calibration: Calibration, confidences: Sequence[float], level: int = 1, temperature: float = 0.0
 ) -> list[float]:
     log = torch.tensor([[list(confidences)]]).log()
-    return calibration.correct([temperature], level, log).exp().flatten().tolist()
+    return calibration.correct([Band.of(temperature)], level, log).exp().flatten().tolist()
 
 
 def errors(calibration: Calibration, truth: Truth, level: int = 1) -> tuple[float, float]:
@@ -189,12 +189,14 @@ def test_what_a_round_says_is_what_the_target_would_have_answered_had_it_been_as
 )
 def test_every_temperature_has_its_band(temperature: float, band: Band) -> None:
     assert Band.of(temperature) is band
+    coupled = Band.of(temperature, coupled=True)
+    assert coupled == (band if band is Band.GREEDY else f"coupled {band}")
 
 
 def test_the_curve_has_the_mean_confidence_and_the_share_accepted_of_each_bin() -> None:
     calibration = Calibration()
     for confidence, accepted in ((0.96, True), (0.97, False), (0.3, True), (0.0, False), (1.0, True)):
-        calibration.observe(0.0, 2, confidence, accepted)
+        calibration.observe(Band.GREEDY, 2, confidence, accepted)
     none, some, most, all = calibration.bins(Band.GREEDY, 2)
     assert (none.low, none.high, none.count, none.confidence, none.accepted) == (0.0, 0.001, 1, 0.0, 0.0)
     assert (some.low, some.high, some.accepted) == (0.3, 0.4, 1.0)
@@ -246,7 +248,7 @@ def test_a_correction_is_bounded_and_never_puts_a_lesser_confidence_before_a_gre
     calibration = Calibration()
     teach(calibration, truth, count, seed=seed, levels=levels)
     raw = torch.tensor([[sorted(logs)]])
-    mended = calibration.correct([0.0], 1, raw)
+    mended = calibration.correct([Band.GREEDY], 1, raw)
     assert mended.shape == raw.shape
     assert mended.dtype is torch.float32
     values = mended.flatten().tolist()
@@ -264,7 +266,7 @@ def test_where_data_are_few_nothing_is_corrected(count: int, logs: list[float], 
     calibration = Calibration()
     teach(calibration, truth, count)
     raw = torch.tensor([[logs]])
-    assert torch.equal(calibration.correct([0.0], 1, raw), raw)
+    assert torch.equal(calibration.correct([Band.GREEDY], 1, raw), raw)
 
 
 def test_sessions_of_one_batch_are_corrected_by_their_own_bands_and_the_others_not_at_all() -> None:
@@ -272,8 +274,9 @@ def test_sessions_of_one_batch_are_corrected_by_their_own_bands_and_the_others_n
     teach(calibration, square, 2000)
     teach(calibration, square_root, 2000, temperature=1.0)
     raw = torch.tensor([0.02, 0.5, 0.8]).log().expand(4, 2, 3)
-    mended = calibration.correct([1.0, 0.5, 0.0, 1.0], 1, raw)
-    alone = [calibration.correct([temperature], 1, raw[:1])[0] for temperature in (1.0, 0.5, 0.0, 1.0)]
+    bands = [Band.NATURAL, Band.COUPLED_NATURAL, Band.GREEDY, Band.NATURAL]
+    mended = calibration.correct(bands, 1, raw)
+    alone = [calibration.correct([band], 1, raw[:1])[0] for band in bands]
     assert torch.equal(mended, torch.stack(alone))
     assert torch.equal(mended[1], raw[1])
     assert (mended[0] > raw[0]).all()
@@ -295,7 +298,7 @@ def test_a_level_of_few_data_is_corrected_as_its_band_and_one_of_many_by_its_own
 def test_of_a_head_that_is_surer_of_what_is_refused_nothing_is_learnt_but_how_often_it_is_right() -> None:
     calibration = Calibration()
     for i in range(8000):
-        calibration.observe(0.0, 1, 0.35 if i % 2 else 0.65, bool(i % 2))
+        calibration.observe(Band.GREEDY, 1, 0.35 if i % 2 else 0.65, bool(i % 2))
     lesser, greater = corrected(calibration, [0.35, 0.65])
     assert 0.48 < lesser <= greater < 0.52
 
@@ -355,13 +358,14 @@ def test_trees_of_corrected_confidences_are_trees_whose_values_never_rise_and_wh
     level = iter((2, 3))
 
     def mended(at: int, raw: Tensor) -> Tensor:
-        return calibration.correct([0.0, 0.0], at, raw)
+        return calibration.correct([Band.GREEDY, Band.GREEDY], at, raw)
 
     candidates = grow(
         mended(1, first[:, None])[:, 0],
         lambda tokens, parents: mended(at := next(level), passes[at - 2]),
         DynamicPlan(3, 4),
         torch.arange(30),
+        score=as_given,
     )
     for tree in flatten(candidates, rerank(candidates, 25), [0, 0]):
         assert all(tree.values[i] <= tree.values[tree.parents[i]] for i in range(1, len(tree)))
@@ -380,7 +384,7 @@ def head_rounds(calibration: Calibration, rounds: int, right_one: float, tempera
     for _ in range(rounds):
         first = rng.random() < right_one
         for rank, confidence in enumerate(confidences):
-            calibration.observe(temperature, 1, confidence, first and rank == 0)
+            calibration.observe(Band.of(temperature), 1, confidence, first and rank == 0)
 
 
 def test_a_head_whose_promises_do_not_come_true_is_reported_once_there_are_data_enough() -> None:

@@ -19,6 +19,7 @@ from services.speculation.growth import (
     DynamicPlan,
     Plan,
     StaticPlan,
+    as_given,
     flatten,
     grow,
     most_likely,
@@ -93,7 +94,7 @@ def grown(heads: Sequence[Head], plan: Plan, vocabulary: Sequence[int], choose: 
             paths[:] = [(*paths[row], token) for token, row in zip(new, parents, strict=True)]
         return log_probs()
 
-    return grow(log_probs()[:, 0], expand, plan, torch.tensor(vocabulary), choose)
+    return grow(log_probs()[:, 0], expand, plan, torch.tensor(vocabulary), choose, score=as_given)
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[Path]:

@@ -29,23 +29,25 @@ REPLICA_KIND_DRAFT: ReplicaKind
 REPLICA_KIND_VERIFY: ReplicaKind
 
 class DraftConfig(_message.Message):
-    __slots__ = ("shape", "levels", "beam", "budget", "adaptive_levels", "adaptive_budget")
+    __slots__ = ("shape", "levels", "beam", "budget", "adaptive_levels", "adaptive_budget", "coupled")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     BEAM_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_LEVELS_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    COUPLED_FIELD_NUMBER: _ClassVar[int]
     shape: TreeShape
     levels: int
     beam: int
     budget: int
     adaptive_levels: bool
     adaptive_budget: bool
-    def __init__(self, shape: _Optional[_Union[TreeShape, str]] = ..., levels: _Optional[int] = ..., beam: _Optional[int] = ..., budget: _Optional[int] = ..., adaptive_levels: _Optional[bool] = ..., adaptive_budget: _Optional[bool] = ...) -> None: ...
+    coupled: bool
+    def __init__(self, shape: _Optional[_Union[TreeShape, str]] = ..., levels: _Optional[int] = ..., beam: _Optional[int] = ..., budget: _Optional[int] = ..., adaptive_levels: _Optional[bool] = ..., adaptive_budget: _Optional[bool] = ..., coupled: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_length", "params", "speculative", "draft", "want_trees", "traceparent", "priority")
+    __slots__ = ("session", "tokens", "prompt_length", "params", "speculative", "draft", "want_trees", "traceparent", "priority", "coupled")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +57,7 @@ class GenerateRequest(_message.Message):
     WANT_TREES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    COUPLED_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
@@ -64,7 +67,8 @@ class GenerateRequest(_message.Message):
     want_trees: bool
     traceparent: str
     priority: _session_pb2.Priority
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[bool] = ..., draft: _Optional[_Union[DraftConfig, _Mapping]] = ..., want_trees: _Optional[bool] = ..., traceparent: _Optional[str] = ..., priority: _Optional[_Union[_session_pb2.Priority, str]] = ...) -> None: ...
+    coupled: bool
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[bool] = ..., draft: _Optional[_Union[DraftConfig, _Mapping]] = ..., want_trees: _Optional[bool] = ..., traceparent: _Optional[str] = ..., priority: _Optional[_Union[_session_pb2.Priority, str]] = ..., coupled: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "round", "finished", "moved", "draining")
