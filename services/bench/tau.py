@@ -21,6 +21,7 @@ from services.local.generation import Generation, Result
 from services.local.models import Models
 from services.local.reference import decode_sampled
 from services.speculation.calibration import Calibration
+from services.speculation.coupling import Odds
 from services.types.configuration import DraftConfig, TreeShape
 from services.types.sampling import SamplingParams
 from services.types.session import Session
@@ -49,6 +50,8 @@ class Answer:
     """Inside the head: its passes and its logits."""
     target_s: float
     """Inside the target's forward."""
+    noise_s: float
+    """Of drawing noise for trees."""
     total_s: float
 
 
@@ -65,6 +68,7 @@ class Tally:
     tree_tokens: float = 0.0
     head_s: float = 0.0
     target_s: float = 0.0
+    noise_s: float = 0.0
     total_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
     """Rounds that accepted a node at depth 1, 2, …"""
@@ -80,6 +84,7 @@ class Tally:
         self.rounds += answer.result.rounds
         self.head_s += answer.head_s
         self.target_s += answer.target_s
+        self.noise_s += answer.noise_s
         self.total_s += answer.total_s
         for step in answer.steps:
             if step.outcome.verified > 1:
@@ -109,6 +114,7 @@ class Tally:
             "tokens_per_s": self.tokens / self.total_s,
             "head_ms_per_round": 1e3 * self.head_s / max(1, self.rounds),
             "target_ms_per_round": 1e3 * self.target_s / max(1, self.rounds),
+            "noise_share": self.noise_s / self.total_s,
             "other_share": 1 - (self.head_s + self.target_s) / self.total_s,
             "acceptance_by_depth": [count / max(1, self.tree_rounds) for count in self.accepted_at],
         }
@@ -124,6 +130,7 @@ def bench_tau(
     limit: int | None,
     max_tokens: int,
     temperatures: Sequence[float],
+    top_p: float,
     couplings: Sequence[bool],
     modes: Sequence[str],
     json_file: Path | None,
@@ -137,6 +144,7 @@ def bench_tau(
         limit: questions of each; None: all.
         max_tokens: of an answer.
         temperatures: at which each question is answered.
+        top_p: of the answers above temperature 0.
         couplings: whether trees are coupled; above temperature 0 each mode is measured with each.
         modes: of `MODES`, besides plain decoding, and `REFERENCE`.
         json_file: where the figures go.
@@ -151,7 +159,10 @@ def bench_tau(
         for task, prompts in tasks.items():
             for temperature in temperatures:
                 for number, prompt in enumerate(prompts):
-                    session = _session(models, f"{task}-{number}", prompt, max_tokens, temperature, number)
+                    params = SamplingParams(
+                        max_tokens=max_tokens, temperature=temperature, top_p=top_p if temperature else 1.0
+                    )
+                    session = Session(f"{task}-{number}", tuple(models.chat(prompt)), params, number)
                     answers = _answers(models, session, couplings, modes, calibrations)
                     _count(answers, session, task, tallies)
                     bar.update()
@@ -160,6 +171,7 @@ def bench_tau(
                     "limit": limit,
                     "max_tokens": max_tokens,
                     "temperatures": list(temperatures),
+                    "top_p": top_p,
                     "coupled": list(couplings),
                 }
                 write_json(json_file, "tau", settings, {"rows": _rows(_with_overall(tallies))})
@@ -194,12 +206,6 @@ def _rows(tallies: Tallies) -> list[dict[str, Any]]:
     ]
 
 
-def _session(models: Models, id: str, prompt: str, max_tokens: int, temperature: float, seed: int) -> Session:
-    ids = models.tokenizer.chat([{"role": "user", "content": prompt}])
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    return Session(id, tuple(ids), params, seed)
-
-
 def _answers(
     models: Models,
     session: Session,
@@ -229,18 +235,20 @@ def _answer(models: Models, session: Session, decoding: Iterator[Step]) -> Answe
     with (
         watched(models.target, "forward") as target,
         watched(models.head, "forward", "logits") as head,
+        watched(Odds, "noise") as noise,
     ):
         started = time.perf_counter()
         for step in decoding:
             generation.add(step)
             steps.append(step)
         total = time.perf_counter() - started
-    return Answer(generation.result(), steps, head.seconds, target.seconds, total)
+    return Answer(generation.result(), steps, head.seconds, target.seconds, noise.seconds, total)
 
 
 def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
     table = Table(title=f"temperature {temperature:g}", title_justify="left")
-    for name in ("task", "mode", "τ", "tokens/s", "× plain", "identical", "head ms", "target ms", "other"):
+    figures = ("τ", "tokens/s", "× plain", "identical", "head ms", "target ms", "noise", "other")
+    for name in ("task", "mode", *figures):
         words = name in ("task", "mode")
         table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for task in tasks:
@@ -256,6 +264,7 @@ def _table(tallies: Tallies, temperature: float, tasks: Sequence[str]) -> Table:
                 "" if row["identical"] is None else f"{row['identical']}/{row['answers']}",
                 f"{row['head_ms_per_round']:.1f}",
                 f"{row['target_ms_per_round']:.1f}",
+                f"{row['noise_share']:.1%}" if row["noise_share"] else "",
                 f"{row['other_share']:.1%}",
             )
         table.add_section()

@@ -22,6 +22,7 @@ def tau(
     limit: Annotated[int | None, typer.Option(help="Questions of each task; all if absent.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer at most.")] = 128,
     temperature: Annotated[str, typer.Option(help="Of the answers, like 0,0.7,1.")] = "0,1",
+    top_p: Annotated[float, typer.Option(help="Of the answers above temperature 0.")] = 1.0,
     coupling: Annotated[str, typer.Option(help="Of trees above temperature 0: on, off, or on,off.")] = "on",
     modes: Annotated[
         str | None, typer.Option(help="Of the table, with commas between; all if absent.")
@@ -40,7 +41,7 @@ def tau(
         raise typer.BadParameter(f"there is no mode {unknown!r}; there are {', '.join(MODES)}, {REFERENCE}")
     temperatures, couplings = listed(temperature, float, "0,0.7,1"), listed(coupling, switch, "on,off")
     models = load(model, speculative_model, speculative=True, device=device, dtype=dtype)
-    bench_tau(models, questions, limit, max_tokens, temperatures, couplings, named, json, plot)
+    bench_tau(models, questions, limit, max_tokens, temperatures, top_p, couplings, named, json, plot)
 
 
 @bench.command()

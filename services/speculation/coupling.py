@@ -81,10 +81,10 @@ class Odds:
         for i in set(self._sampled) - self._shaped.keys():
             scores[i] /= self._drawings[i].params.temperature
         if self.coupled:
-            scores[self.coupled] += self._noise(level, scores.device)[:, None].to(scores.dtype)
+            scores[self.coupled] += self.noise(level, scores.device)[:, None].to(scores.dtype)
         return scores.log_softmax(-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
-    def _noise(self, level: int, device: torch.device) -> Tensor:
+    def noise(self, level: int, device: torch.device) -> Tensor:
         """`G` of the draft tokens where the coupled sessions draw those of a level, float64 `[s, V]`."""
         seeds = [signed(self._drawings[i].seed) for i in self.coupled]
         positions = [self._ends[i] + level - 1 for i in self.coupled]

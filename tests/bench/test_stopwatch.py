@@ -14,7 +14,7 @@ class Work:
 
 
 def test_calls_are_counted_in_while_watched_and_the_method_is_restored() -> None:
-    work = Work()
+    work, method = Work(), Work.run
     with watched(work, "run") as watch:
         assert work.run() == "ran"
         first = watch.seconds
@@ -26,3 +26,7 @@ def test_calls_are_counted_in_while_watched_and_the_method_is_restored() -> None
     work.run()
     assert watch.seconds == counted
     assert "run" not in vars(work)
+    with watched(Work, "run") as watch:
+        assert work.run() == "ran"
+    assert watch.seconds > 0
+    assert Work.run is method

@@ -42,7 +42,7 @@ def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says
         str(checkpoints.target), str(checkpoints.head), speculative=True, device="cpu", dtype="float64"
     )
     named, plot = [*MODES, REFERENCE], tmp_path / "tau.svg"
-    bench_tau(models, questions, 2, 12, [0.0, 1.0], [True, False], named, tmp_path / "tau.json", plot)
+    bench_tau(models, questions, 2, 12, [0.0, 1.0], 0.9, [True, False], named, tmp_path / "tau.json", plot)
     record = json.loads((tmp_path / "tau.json").read_text())
     assert record["benchmark"] == "tau"
     assert record["environment"]["torch"]
@@ -57,6 +57,7 @@ def test_every_mode_answers_every_question_with_the_plain_text_and_the_json_says
             assert row["identical"] == row["answers"] == 4
             assert (row["tau"] is None) == (mode == PLAIN)
             assert 0 < row["other_share"] < 1
+            assert (row["noise_share"] > 0) is mode.endswith(COUPLED)
             parts = [rows[temperature, task, mode]["tokens"] for task in ("alpha", "beta")]
             assert row["tokens"] == sum(parts)
     assert rows[1.0, "overall", REFERENCE]["identical"] is None
