@@ -80,6 +80,11 @@ class _Drafting:
     retired: bool = False
 
     @property
+    def committed(self) -> list[int]:
+        """x[0..L]."""
+        return [self.first, *self.tokens]
+
+    @property
     def band(self) -> Band:
         """What its confidences are like."""
         return Band.of(self.drawing.params.temperature, bool(self.drawing.coupled))
@@ -332,9 +337,8 @@ class Drafter:
         first = self.head.logits(roots)
         learnt = [s.band if config.adaptive_budget or s.band.coupled else None for s in sessions]
         correct = partial(self.calibration.correct, learnt)
-        committed = [(state.first, *state.tokens) for state in sessions]
-        drawings = [state.drawing for state in sessions]
-        odds = Odds(drawings, committed, self.head.vocabulary, self._known)
+        drawings, pending = [s.drawing for s in sessions], [len(s.tokens) for s in sessions]
+        odds = Odds(drawings, pending, lambda i: sessions[i].committed, self.head.vocabulary, self._known)
         self.trees_coupled += len(odds.coupled)
         candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose, correct, odds)
         chosen, tokens = _rerank(candidates, config), [state.tokens[-1] for state in sessions]

@@ -127,8 +127,8 @@ class Budget:
         self._ended: float | None = None
         self._lead_in, self._delay = _Waits(), _Waits()
         self._all = Prospect(FORGETTING / 2)
-        self._tried = 0
-        """Trees that came, or were waited for in vain."""
+        self._missed = 0
+        """Trees that were waited for in vain."""
         self._spread = 0.5, 0.5
         self._takes: dict[tuple[int, float], tuple[list[float], float]] = {}
 
@@ -184,13 +184,12 @@ class Budget:
             verified: what stood in the step.
             accepted: draft nodes of it that were.
         """
-        self._tried += 1
         prospect.see(proposed, verified, accepted)
         self._all.see(proposed, verified, accepted)
 
     def missed(self) -> None:
         """Take in that a session has waited for its tree in vain."""
-        self._tried += 1
+        self._missed += 1
 
     def offer(self, prospect: Prospect, weight: float, sessions: int, streak: int) -> Offer:
         """Tree or plain: whether sessions like this one would be faster with trees than without.
@@ -230,7 +229,7 @@ class Budget:
             # The others go on by plain steps; those that begin meanwhile are missed.
             missed = step * math.ceil(begins / step)
             pays = max(_rates(tokens, missed, seconds)) > plain
-        if pays or self._tried < FIRST_ROUNDS * sessions:
+        if pays or self._all.rounds + self._missed < FIRST_ROUNDS * sessions:
             trust = prospect.trust(self.trust)
             # What the last of them costs, not the next: beyond a kink of T(N) that may be much more.
             dearness = (seconds[nodes] - seconds[max(nodes - 1, 0)]) / alike

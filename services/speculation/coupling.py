@@ -4,7 +4,7 @@ The target draws `argmax(log p / T + G)`, and `G` is known before it does. A dra
 `log q / T + G` proposes what is likely to be drawn, not only what is likely.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +39,8 @@ class Odds:
     def __init__(
         self,
         drawings: Sequence[Drawing],
-        committed: Sequence[Sequence[int]],
+        pending: Sequence[int],
+        committed: Callable[[int], Sequence[int]],
         vocabulary: Tensor,
         known: Mapping[int, int],
     ) -> None:
@@ -47,18 +48,19 @@ class Odds:
 
         Args:
             drawings: how each draws.
-            committed: tokens of each, the pending one last.
+            pending: position of the pending token of each.
+            committed: tokens of one, the pending one last; asked for only where processors look at them.
             vocabulary: target id of each draft token, int64 `[V]`.
             known: the draft token of each of these ids.
         """
         self._drawings = drawings
-        self._ends = [len(tokens) for tokens in committed]
+        self._pending = pending
         self._vocabulary = vocabulary
         self._known = known
         self._sampled = [i for i, d in enumerate(drawings) if d.params.temperature > 0]
         self._shaped = {
-            i: self._context(drawing, tokens)
-            for i, (drawing, tokens) in enumerate(zip(drawings, committed, strict=True))
+            i: self._context(drawing, committed(i))
+            for i, drawing in enumerate(drawings)
             if _shaped(drawing.params)
         }
         self.coupled = [i for i in self._sampled if drawings[i].coupled]
@@ -87,7 +89,7 @@ class Odds:
     def noise(self, level: int, device: torch.device) -> Tensor:
         """`G` of the draft tokens where the coupled sessions draw those of a level, float64 `[s, V]`."""
         seeds = [signed(self._drawings[i].seed) for i in self.coupled]
-        positions = [self._ends[i] + level - 1 for i in self.coupled]
+        positions = [self._pending[i] + level for i in self.coupled]
         drawn = torch.tensor([seeds, positions], device=device)
         return gumbel(drawn[0], drawn[1], self._vocabulary)
 

@@ -35,6 +35,13 @@ PROCESSORS = {
 }
 
 
+def odds_for(
+    drawings: Sequence[Drawing], committed: Sequence[Sequence[int]], ids: torch.Tensor, known: dict[int, int]
+) -> Odds:
+    pending = [len(tokens) - 1 for tokens in committed]
+    return Odds(drawings, pending, committed.__getitem__, ids, known)
+
+
 def odds_of(
     params: SamplingParams,
     seed: int,
@@ -44,7 +51,7 @@ def odds_of(
     coupled: bool = True,
 ) -> Odds:
     known = {token: index for index, token in enumerate(ids.tolist())}
-    return Odds([Drawing(params, seed, prompt, coupled)], [tokens], ids, known)
+    return odds_for([Drawing(params, seed, prompt, coupled)], [tokens], ids, known)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -87,9 +94,9 @@ def test_without_the_noise_chances_are_those_before_the_dice_fall() -> None:
     ids = torch.arange(V)
     known = dict(zip(range(V), range(V), strict=True))
     drawings = [Drawing(SamplingParams(temperature=t), 3, 1, coupled=False) for t in (1.0, 0.0)]
-    assert Odds(drawings, [[1, 2], [3]], ids, known)(2, log_probs, paths).allclose(log_probs)
+    assert odds_for(drawings, [[1, 2], [3]], ids, known)(2, log_probs, paths).allclose(log_probs)
     drawings = [Drawing(SamplingParams(temperature=t), 3, 1, coupled=False) for t in (0.5, 0.0)]
-    chances = Odds(drawings, [[1, 2], [3]], ids, known)(2, log_probs, paths)
+    chances = odds_for(drawings, [[1, 2], [3]], ids, known)(2, log_probs, paths)
     torch.testing.assert_close(chances[0], (log_probs[0] / 0.5).log_softmax(-1))
     torch.testing.assert_close(chances[1], log_probs[1])
 
@@ -103,9 +110,9 @@ def test_sessions_of_one_batch_have_their_own_dice() -> None:
     ]
     committed = [[1, 2, 3], [1, 2], [5, 6, 7, 8], [1, 2, 3]]
     paths = torch.randint(V, (4, 2, 2))
-    together = Odds(drawings, committed, ids, known)(3, log_probs, paths)
+    together = odds_for(drawings, committed, ids, known)(3, log_probs, paths)
     for i, drawing in enumerate(drawings):
-        one = Odds([drawing], [committed[i]], ids, known)
+        one = odds_for([drawing], [committed[i]], ids, known)
         torch.testing.assert_close(one(3, log_probs[i : i + 1], paths[i : i + 1])[0], together[i])
     assert not torch.equal(together[0].argsort(), together[3].argsort())
 
