@@ -41,7 +41,7 @@ class Ground:
         """See a scenario to its end."""
         return self.runner.run(scenario)
 
-    def begin(self, name: str, count: int, tokens: tuple[int, int] = (60, 90)) -> list[Stream]:
+    def begin(self, name: str, count: int, tokens: tuple[int, int] = (150, 200)) -> list[Stream]:
         """Sessions of so many tokens each, greedy and at temperature 1 in turn, which nobody hears yet."""
         rng = random.Random(name)
         sessions = []
@@ -72,6 +72,7 @@ class Ground:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await going.wait()
+                await self.settle(streams)
                 await disturb()
             await heard_all(hearing, PATIENCE_S)
         finally:
@@ -79,6 +80,12 @@ class Ground:
                 task.cancel()
             await asyncio.gather(*hearing, return_exceptions=True)
         return [move for stream in streams for move in stream.moves]
+
+    async def settle(self, streams: Sequence[Stream]) -> None:
+        """Wait for the records of those that have ended: with its replica dies what it had yet to write."""
+        for stream in streams:
+            if stream.ended:
+                await self.assert_recorded(stream)
 
     async def progress(self, streams: Sequence[Stream]) -> None:
         """Wait until each has had more tokens, or has ended."""

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_draft_replica_that_was_frozen_is_fenced_when_it_wakes_up(ground: Any) -> None:
-    streams = ground.begin("frozen draft", 4, tokens=(150, 200))
+    streams = ground.begin("frozen draft", 4)
 
     async def freeze() -> None:
         victim = await ground.busiest(ReplicaKind.DRAFT)
@@ -34,7 +34,7 @@ def test_a_draft_replica_that_was_frozen_is_fenced_when_it_wakes_up(ground: Any)
 
 
 def test_sessions_leave_a_frozen_verify_replica_and_nothing_of_them_stays_there(ground: Any) -> None:
-    streams = ground.begin("frozen verify", 4, tokens=(150, 200))
+    streams = ground.begin("frozen verify", 4)
 
     async def freeze() -> None:
         victim = await ground.busiest(ReplicaKind.VERIFY)
@@ -52,7 +52,7 @@ def test_sessions_leave_a_frozen_verify_replica_and_nothing_of_them_stays_there(
 
 @pytest.mark.parametrize("kind", list(ReplicaKind))
 def test_streams_survive_a_link_that_is_dropped_again_and_again(ground: Any, kind: ReplicaKind) -> None:
-    streams = ground.begin(f"dropped {kind}", 4, tokens=(150, 200))
+    streams = ground.begin(f"dropped {kind}", 4)
 
     async def drop() -> None:
         for _ in range(3):
@@ -71,7 +71,7 @@ def test_streams_survive_a_link_that_is_dropped_again_and_again(ground: Any, kin
 
 @pytest.mark.parametrize("kind", list(ReplicaKind))
 def test_streams_leave_a_link_that_is_cut_without_a_word(ground: Any, kind: ReplicaKind) -> None:
-    streams = ground.begin(f"cut {kind}", 4, tokens=(150, 200))
+    streams = ground.begin(f"cut {kind}", 4)
 
     async def cut() -> None:
         victim = await ground.busiest(kind)

@@ -21,7 +21,7 @@ def limits() -> tuple[object, ...]:
 
 @pytest.mark.parametrize("kind", list(ReplicaKind))
 def test_a_draining_replica_hands_over_its_sessions_and_ends(ground: Any, kind: ReplicaKind) -> None:
-    streams = ground.begin(f"drained {kind}", 3, tokens=(150, 200))
+    streams = ground.begin(f"drained {kind}", 3)
 
     async def drain() -> None:
         victim = await ground.busiest(kind)

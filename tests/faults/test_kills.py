@@ -159,7 +159,7 @@ def test_streams_survive_a_replica_that_dies_while_the_store_is_away(ground: Any
 
 
 def test_sessions_go_on_by_their_id_alone_after_everything_died(ground: Any) -> None:
-    streams = ground.begin("phoenix", 4, tokens=(150, 200))
+    streams = ground.begin("phoenix", 4)
     cluster = ground.cluster
 
     async def scenario() -> None:
