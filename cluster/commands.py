@@ -15,6 +15,7 @@ from services.types.errors import invalid
 from services.types.replica import ReplicaKind
 
 RUNNING = "auto"
+DEMO_TRACES = Path("weald-demo.jsonl")
 Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="A Ray that runs: auto, or host:port; absent: one of its own."),
@@ -188,9 +189,12 @@ def demo() -> None:
     """Answer a chat prompt over HTTP, with draft trees and without, and compare; on a Ray of its own."""
     from cluster.configuration import parse
     from cluster.launch import local
-    from services.cli.demo import MODEL, compare
+    from services.cli.demo import MODEL, compare, traced
 
     # Trees are to be seen in every round, whether or not they pay on this machine.
     whole = {"speculative_budget": 60, "speculative_num_steps": 6}
-    service = local(parse({"model": MODEL, "draft": whole, "gateway": {"port": 0}}))
-    compare(service, MODEL, Console(highlight=False))
+    console, traces = Console(highlight=False), DEMO_TRACES.absolute()
+    traces.unlink(missing_ok=True)
+    telemetry = {"trace_file": traces, "trace_content": True}
+    service = local(parse({"model": MODEL, "draft": whole, "gateway": {"port": 0}, "telemetry": telemetry}))
+    traced(compare(service, MODEL, console), traces, console)

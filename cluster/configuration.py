@@ -8,7 +8,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from services.cli.options import memory_size
-from services.types.configuration import DraftConfig, TreeShape, VerifyLimits, sized
+from services.telemetry.logs import LogFormat, LogLevel, log_to_stderr
+from services.types.configuration import DraftConfig, Tracing, TreeShape, VerifyLimits, sized
 from services.types.errors import WealdError, invalid
 
 EMBEDDED = "embedded"
@@ -146,6 +147,30 @@ class Gateway(_Part):
     replicas: Annotated[int, Field(ge=1)] = 1
 
 
+class Telemetry(_Part):
+    """Where spans go, nowhere by default, and what the logs look like."""
+
+    trace_file: Path | None = None
+    """Absolute; on every node, appended to by all processes there."""
+    otlp_traces_endpoint: str = ""
+    """Of an OpenTelemetry collector."""
+    trace_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the requests that come without a trace, those that are sampled."""
+    trace_content: bool = False
+    """Whether spans hold token ids, of which the text can be read."""
+    log_format: LogFormat = LogFormat.PRETTY
+    log_level: LogLevel = LogLevel.WARNING
+
+    def log(self) -> None:
+        """Let this process log so."""
+        log_to_stderr(self.log_format, self.log_level)
+
+    @property
+    def tracing(self) -> Tracing:
+        """For a service."""
+        return Tracing(self.trace_file, self.otlp_traces_endpoint, self.trace_ratio, self.trace_content)
+
+
 class ClusterConfig(_Part):
     """A cluster: what is served, by how many replicas, on what."""
 
@@ -161,6 +186,7 @@ class ClusterConfig(_Part):
     verify: Verify = Verify()
     draft: Draft = Draft()
     gateway: Gateway = Gateway()
+    telemetry: Telemetry = Telemetry()
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:

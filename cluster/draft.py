@@ -3,14 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from cluster.configuration import ClusterConfig
 from cluster.scaling import draft_load
 from cluster.serving import ANSWER_S, Serving, check_progress, outlast, placed, ready
 from services.draft.serving import load, run
+from services.draft.tracing import Tracer
 from services.local.models import head_of, precision, quiet, usable_device
 from services.sessions.opening import opened
+from services.telemetry.export import exporting
 from services.types.replica import ReplicaKind
 from services.wire.channel import connect
 from services.wire.clients import DraftClient
@@ -22,6 +25,8 @@ class DraftReplica:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         """Load the head and serve. Raises as `services.draft.serving` does."""
         self._config = config
+        self._telemetry = ExitStack()
+        config.telemetry.log()
         self._service, self._status = await asyncio.to_thread(self._load)
         self._serving = await Serving.started(self._run)
         self._channel = connect(placed(0).address(self._serving.port))
@@ -33,8 +38,8 @@ class DraftReplica:
         return any(map(self._service.serves, self._service.links.values()))
 
     def _load(self) -> Any:
-        config, draft = self._config, self._config.draft
-        device = usable_device("auto")
+        config, draft, tracing = self._config, self._config.draft, self._config.telemetry.tracing
+        device, sink = usable_device("auto"), self._telemetry.enter_context(exporting(tracing, "weald-draft"))
         with quiet():
             return load(
                 config.model,
@@ -44,6 +49,7 @@ class DraftReplica:
                 draft.config,
                 memory=draft.kv_cache_memory,
                 max_num_seqs=draft.max_num_seqs,
+                tracer=Tracer(sink, tracing, config.model) if sink else None,
             )
 
     async def _run(self, told: Callable[[int], None], stopping: asyncio.Event) -> None:
@@ -71,3 +77,4 @@ class DraftReplica:
         await outlast(self._config.store, ReplicaKind.DRAFT, self._status.fingerprint)
         await self._channel.close()
         await self._serving.stop()
+        self._telemetry.close()

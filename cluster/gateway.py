@@ -21,6 +21,7 @@ class GatewayReplica:
 
     async def __init__(self, config: ClusterConfig, *_: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         """Look for draft replicas, in the store. Raises as `Gateway.opened` does."""
+        config.telemetry.log()
         gateway = config.gateway
         settings = Settings(
             model=gateway.served_model_name or config.model,
@@ -35,6 +36,7 @@ class GatewayReplica:
                 gateway.max_request_size,
                 gateway.request_timeout,
             ),
+            tracing=config.telemetry.tracing,
         )
         self._stack = AsyncExitStack()
         self._gateway = await self._stack.enter_async_context(Gateway.opened(settings))

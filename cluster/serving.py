@@ -90,7 +90,7 @@ async def outlast(store: str, kind: ReplicaKind, fingerprint: bytes) -> None:
 def placed(drain_s: float) -> Place:
     """Where a replica serves: at a free port of the node that it runs on."""
     host: str = get_node_ip_address()  # type: ignore[no-untyped-call]
-    return Place(host, 0, None, drain_s, ray.get_runtime_context().get_node_id())
+    return Place(host, 0, None, drain_s, ray.get_runtime_context().get_node_id(), metrics_port=0)
 
 
 def check_progress(what: str, began: float | None, within_s: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from cluster.serving import ANSWER_S, Serving, check_progress, outlast, placed
 from services.engine.ranks import Ranks
 from services.local.models import precision, quiet, usable_device
 from services.sessions.opening import opened
+from services.telemetry.export import exporting
 from services.types.replica import ReplicaKind
 from services.verify.serving import load, run
 from services.wire.channel import connect
@@ -25,6 +27,8 @@ class VerifyReplica:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         """Load the target and serve. Raises as `services.verify.serving` does."""
         self._config = config
+        self._telemetry = ExitStack()
+        config.telemetry.log()
         self._followers: Followers | None = None
         device = usable_device("auto")
         ranks: Ranks | None = None
@@ -39,6 +43,7 @@ class VerifyReplica:
 
     def _load(self, device: torch.device, ranks: Ranks | None) -> Any:
         config, verify = self._config, self._config.verify
+        sink = self._telemetry.enter_context(exporting(config.telemetry.tracing, "weald-verify"))
         with quiet():
             return load(
                 config.model,
@@ -48,6 +53,7 @@ class VerifyReplica:
                 max_model_len=verify.max_model_len,
                 limits=verify.limits,
                 ranks=ranks,
+                sink=sink,
             )
 
     async def _run(self, ready: Callable[[int], None], stopping: asyncio.Event) -> None:
@@ -87,3 +93,4 @@ class VerifyReplica:
         await outlast(self._config.store, ReplicaKind.VERIFY, self._status.fingerprint)
         await self._channel.close()
         await self._serving.stop()
+        self._telemetry.close()

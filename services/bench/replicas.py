@@ -1,7 +1,6 @@
 """Replicas started as processes, for what measures or tests them from outside."""
 
 import asyncio
-import logging
 import multiprocessing
 import os
 import signal
@@ -153,14 +152,13 @@ def _become(arguments: list[str], line: Connection, log: Path, orders: Path | No
     line.close()
     with log.open("ab") as opened:
         os.dup2(opened.fileno(), 2)
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     threading.Thread(target=_end_with_owner, daemon=True).start()
     from services.bench.stages import obey
     from services.cli.app import app
 
     if orders:
         obey(orders)
-    app(arguments)
+    app([*arguments, "--log-level", "info"])
 
 
 def _end_with_owner() -> None:

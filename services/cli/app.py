@@ -13,6 +13,7 @@ from services.cli.gateway import gateway
 from services.cli.generate import generate
 from services.cli.simulate import simulate
 from services.cli.store import store
+from services.cli.trace import trace
 from services.cli.train_head import train_head
 from services.cli.verify import verify
 from services.types.errors import WealdError
@@ -48,3 +49,4 @@ app.command()(store)
 app.command()(train_head)
 app.add_typer(bench)
 app.add_typer(simulate)
+app.add_typer(trace)

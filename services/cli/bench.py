@@ -180,6 +180,27 @@ def journal(
 
 
 @bench.command()
+def tracing(
+    questions: Annotated[Path | None, typer.Option(help="A directory of question sets.")] = None,
+    model: Model = "smollm2-135m",
+    speculative_model: Head = None,
+    answers: Annotated[int, typer.Option(min=2, help="Answers compared.")] = 160,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of an answer.")] = 12,
+    to: Annotated[
+        Literal["file", "collector"], typer.Option(help="Where spans go.", metavar="file|collector")
+    ] = "file",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Processor time and time of an answer with every request traced, against none."""
+    from services.bench.questions import some_prompts
+    from services.bench.tracing import bench_tracing
+
+    prompts = some_prompts(questions, answers)
+    bench_tracing(model, speculative_model, dtype, prompts, max_tokens, to, json)
+
+
+@bench.command()
 def gateway(
     model: Model = "smollm2-135m",
     requests: Annotated[int, typer.Option(min=1, help="Short answers of each repetition.")] = 200,

@@ -4,12 +4,17 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.generate import figure
+from services.cli.trace import page, summary, texts
+from services.telemetry.file import read
+from services.telemetry.requests import requests
+from services.telemetry.spans import Trace
 from services.types.errors import invalid
 
 if TYPE_CHECKING:
@@ -23,8 +28,11 @@ WARM_UP_TOKENS = 8
 SEED = 7
 
 
-def compare(service: AbstractContextManager[str], model: str, console: Console) -> None:
+def compare(service: AbstractContextManager[str], model: str, console: Console) -> Trace:
     """Start a service, ask it over HTTP with draft trees and without, and stop it again.
+
+    Returns:
+        The trace of the greedy answer with trees.
 
     Args:
         service: started by entering it, which gives the gateway's base URL; stopped at the end.
@@ -46,12 +54,23 @@ def compare(service: AbstractContextManager[str], model: str, console: Console) 
         # A proxy of the environment is for what lies outside.
         http = DefaultHttpxClient(trust_env=False)
         client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http)
-        show(stack.enter_context(client), model, console)
+        return show(stack.enter_context(client), model, console)
 
 
-def show(client: "OpenAI", model: str, console: Console) -> None:
+def traced(trace: Trace, file: Path, console: Console) -> None:
+    """Draw a request's trace on a page beside the file that holds it, and say where both are."""
+    request = next(one for one in requests(read(file)) if one.id == trace.id)
+    html = file.with_suffix(".html")
+    html.write_text(page(request, texts(request)))
+    console.print(summary(request))
+    console.print(
+        f"its trace: {file}; as a page: {html}; in the terminal: weald trace show {trace.id} --file {file}"
+    )
+
+
+def show(client: "OpenAI", model: str, console: Console) -> Trace:
     """Answer the question greedily and sampled, each with trees and without; end with a table."""
-    ask = partial(_answer, client, model)
+    ask, trace = partial(_answer, client, model), Trace.begin(1.0)
     with console.status("Warming up"):
         for trees in (True, False):
             ask(0, trees, WARM_UP_TOKENS)
@@ -62,7 +81,8 @@ def show(client: "OpenAI", model: str, console: Console) -> None:
         table.add_column(name, justify="right")
     for temperature in (0, 1):
         console.print(f"\ntemperature {temperature}, with draft trees", style="dim")
-        drafted = ask(temperature, True, MAX_TOKENS, console)
+        of = None if temperature else trace
+        drafted = ask(temperature, True, MAX_TOKENS, console, of)
         with console.status("The same without trees"):
             plain = ask(temperature, False, MAX_TOKENS)
         speedup = drafted.speed / plain.speed
@@ -71,6 +91,7 @@ def show(client: "OpenAI", model: str, console: Console) -> None:
         table.add_row(f"temperature {temperature}, trees", *drafted.figures, f"{speedup:.2f}", identical)
     console.print()
     console.print(table)
+    return trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +121,9 @@ def _answer(
     trees: bool,
     max_tokens: int,
     console: Console | None = None,
+    trace: Trace | None = None,
 ) -> _Answer:
-    """One answer; its text goes to the console as it comes."""
+    """One answer; its text goes to the console as it comes. With a trace its spans stand below that."""
     began = time.perf_counter()
     text, tokens = "", 0
     weald: dict[str, Any] = {}
@@ -114,6 +136,7 @@ def _answer(
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"speculative": trees, "weald": True},
+        extra_headers={"traceparent": str(trace)} if trace else {},
     ) as stream:
         for chunk in stream:
             for choice in chunk.choices:

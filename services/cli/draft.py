@@ -16,15 +16,23 @@ from services.cli.options import (
     Head,
     Host,
     Key,
+    LogFormatOption,
+    LogLevelOption,
+    MetricsPort,
     Model,
     Port,
     StoreUrl,
+    TraceContent,
+    TraceEndpoint,
+    TraceFile,
+    TraceRatio,
     memory_size,
     mutual_tls,
     placed_at,
     size,
 )
-from services.types.configuration import DraftConfig, TreeShape, sized
+from services.telemetry.logs import LogFormat, LogLevel, log_to_stderr
+from services.types.configuration import DraftConfig, Tracing, TreeShape, sized
 from services.types.errors import invalid
 
 _DRAFT = DraftConfig()
@@ -69,36 +77,49 @@ def draft(
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     tls_authority: Authority = None,
+    log_format: LogFormatOption = LogFormat.PRETTY,
+    log_level: LogLevelOption = LogLevel.WARNING,
+    metrics_port: MetricsPort = None,
+    trace_file: TraceFile = None,
+    otlp_traces_endpoint: TraceEndpoint = None,
+    trace_ratio: TraceRatio = 1.0,
+    trace_content: TraceContent = False,
 ) -> None:
     """Serve generations: draft trees for the verify replicas, stream what they commit."""
     if not verify and store == MEMORY:
         raise invalid("name verify replicas with --verify, or the store that lists them with --store")
-    place = placed_at(host, port, advertise, drain, store)
+    place = placed_at(host, port, advertise, drain, store, metrics_port)
     levels, budget = size(speculative_num_steps), size(speculative_budget)
     config = sized(tree, levels, speculative_eagle_topk, budget, speculative_coupling == "on")
+    log_to_stderr(log_format, log_level)
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
+    tracing = Tracing(trace_file, otlp_traces_endpoint or "", trace_ratio, trace_content)
 
     from services.cli.process import announce, stopped_by_signal
     from services.draft.serving import load, run
+    from services.draft.tracing import Tracer
     from services.local.models import head_of, precision, quiet, usable_device
     from services.sessions.opening import opened
+    from services.telemetry.export import exporting
 
     placed = usable_device(device)
-    with quiet():
-        service, status = load(
-            model,
-            head_of(model, speculative_model),
-            precision(dtype, placed),
-            placed,
-            config,
-            memory=memory,
-            max_num_seqs=max_num_seqs,
-        )
+    with exporting(tracing, "weald-draft") as sink:
+        with quiet():
+            service, status = load(
+                model,
+                head_of(model, speculative_model),
+                precision(dtype, placed),
+                placed,
+                config,
+                memory=memory,
+                max_num_seqs=max_num_seqs,
+                tracer=Tracer(sink, tracing, model) if sink else None,
+            )
 
-    async def serve() -> None:
-        ready = announce(f"weald draft: {model} at {host}")
-        async with opened(store) as sessions:
-            await run(service, status, place, sessions, verify or (), tls, ready, stopped_by_signal())
+        async def serve() -> None:
+            ready = announce(f"weald draft: {model} at {host}")
+            async with opened(store) as sessions:
+                await run(service, status, place, sessions, verify or (), tls, ready, stopped_by_signal())
 
-    asyncio.run(serve())
+        asyncio.run(serve())

@@ -11,12 +11,19 @@ from services.cli.options import (
     Drain,
     Host,
     Key,
+    LogFormatOption,
+    LogLevelOption,
     Model,
     Port,
+    TraceEndpoint,
+    TraceFile,
+    TraceRatio,
     memory_size,
     mutual_tls,
     shared,
 )
+from services.telemetry.logs import LogFormat, LogLevel, log_to_stderr
+from services.types.configuration import Tracing
 from services.types.errors import invalid
 
 
@@ -63,10 +70,16 @@ def gateway(
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     tls_authority: Authority = None,
+    log_format: LogFormatOption = LogFormat.PRETTY,
+    log_level: LogLevelOption = LogLevel.WARNING,
+    trace_file: TraceFile = None,
+    otlp_traces_endpoint: TraceEndpoint = None,
+    trace_ratio: TraceRatio = 1.0,
 ) -> None:
     """Serve OpenAI's API over HTTP; TLS is for the connections to draft replicas."""
     if not endpoint and not store:
         raise invalid("name draft replicas with --endpoint, or the store that lists them with --store")
+    log_to_stderr(log_format, log_level)
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     size = memory_size(max_request_size)
     keys = (*(api_key or ()), *keys_of(api_key_file))
@@ -88,6 +101,7 @@ def gateway(
         tls=tls,
         api_keys=keys,
         origins=tuple(allow_origin or ()),
+        tracing=Tracing(trace_file, otlp_traces_endpoint or "", trace_ratio),
         limits=Limits(max_concurrent_requests, max_queued_requests, size, request_timeout),
     )
     with listen(host, port) as listener:

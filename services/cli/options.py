@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from services.telemetry.logs import LogFormat, LogLevel
 from services.types.configuration import Place
 from services.types.errors import invalid
 
@@ -48,6 +49,41 @@ Authority = Annotated[
 ]
 
 Value = TypeVar("Value")
+
+
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(metavar="PORT", min=0, max=65535, help="Where Prometheus can ask; absent: nowhere."),
+]
+
+
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", metavar="pretty|json", help="Of lines on standard error.")
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option("--log-level", metavar="LEVEL", help="The least that is told: debug, info, warning, error."),
+]
+
+
+def _traces(help: str, **options: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Traces", **options)
+
+
+TraceFile = Annotated[
+    Path | None, _traces("Append spans to this file, as lines of OTLP in JSON.", metavar="FILE")
+]
+TraceEndpoint = Annotated[
+    str | None,
+    _traces(
+        "Send spans to an OpenTelemetry collector, by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says "
+        "http/protobuf.",
+        metavar="URL",
+        envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    ),
+]
+TraceRatio = Annotated[float, _traces("Share of the requests without a trace that get one.", min=0, max=1)]
+TraceContent = Annotated[bool, _traces("Token ids, of which the text can be read, are told too.")]
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -130,7 +166,9 @@ def shared(store: str) -> str:
     return store
 
 
-def placed_at(host: str, port: int, advertise: str | None, drain_s: float, store: str) -> Place:
+def placed_at(
+    host: str, port: int, advertise: str | None, drain_s: float, store: str, metrics_port: int | None
+) -> Place:
     """Where a replica serves.
 
     Raises:
@@ -138,4 +176,4 @@ def placed_at(host: str, port: int, advertise: str | None, drain_s: float, store
     """
     if store != MEMORY and advertise is None and host in {"0.0.0.0", "::", "[::]", ""}:
         raise invalid(f"--host {host or '(empty)'} is no address others can call; give one with --advertise")
-    return Place(host, port, advertise, drain_s)
+    return Place(host, port, advertise, drain_s, metrics_port=metrics_port)

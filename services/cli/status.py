@@ -56,7 +56,8 @@ def _show(replicas: Sequence[Replica], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"replicas": rows}))
         return
-    names = [field.name for field in fields(Replica)]
+    # What no replica says, like the name of a node, gets no column.
+    names = [each.name for each in fields(Replica) if not rows or any(row[each.name] != "" for row in rows)]
     table = Table(*names, title="replicas that the store lists", title_justify="left")
     for row in rows:
         table.add_row(*(str(row[name]) for name in names))

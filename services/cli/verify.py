@@ -15,14 +15,20 @@ from services.cli.options import (
     Dtype,
     Host,
     Key,
+    LogFormatOption,
+    LogLevelOption,
+    MetricsPort,
     Model,
     Port,
     StoreUrl,
+    TraceEndpoint,
+    TraceFile,
     memory_size,
     mutual_tls,
     placed_at,
 )
-from services.types.configuration import VerifyLimits
+from services.telemetry.logs import LogFormat, LogLevel, log_to_stderr
+from services.types.configuration import Tracing, VerifyLimits
 from services.types.errors import invalid
 
 _LIMITS = VerifyLimits()
@@ -66,10 +72,16 @@ def verify(
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     tls_authority: Authority = None,
+    log_format: LogFormatOption = LogFormat.PRETTY,
+    log_level: LogLevelOption = LogLevel.WARNING,
+    metrics_port: MetricsPort = None,
+    trace_file: TraceFile = None,
+    otlp_traces_endpoint: TraceEndpoint = None,
 ) -> None:
     """Serve the target: verify draft trees of many sessions at once."""
     limits = VerifyLimits(max_num_batched_tokens, max_num_seqs, max_waiting, expiry)
-    place = placed_at(host, port, advertise, drain, store)
+    place = placed_at(host, port, advertise, drain, store, metrics_port)
+    log_to_stderr(log_format, log_level)
     tls = mutual_tls(tls_certificate, tls_key, tls_authority)
     memory = memory_size(kv_cache_memory)
     if rank is not None and (rank >= tensor_parallel_size or master_port is None):
@@ -82,11 +94,16 @@ def verify(
     from services.engine.target import Target
     from services.local.models import precision, quiet, usable_device
     from services.sessions.opening import opened
+    from services.telemetry.export import exporting
     from services.verify.serving import load, run
 
     placed = usable_device(device)
     exact = precision(dtype, placed)
-    with joined(tensor_parallel_size, rank, master_addr, master_port, placed) as ranks:
+    tracing = Tracing(trace_file, otlp_traces_endpoint or "")
+    with (
+        joined(tensor_parallel_size, rank, master_addr, master_port, placed) as ranks,
+        exporting(tracing, "weald-verify") as sink,
+    ):
         if ranks and ranks.rank:
             with quiet():
                 target = Target.load(resolve(model), exact, ranks.device, ranks)
@@ -101,6 +118,7 @@ def verify(
                 max_model_len=max_model_len,
                 limits=limits,
                 ranks=ranks,
+                sink=sink,
             )
 
         async def serve() -> None:

@@ -1,5 +1,6 @@
 """The drafter: extends the head with true features, grows draft trees and reranks them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -46,6 +47,15 @@ class Terms:
 
 FREE = Terms()
 """Whatever is grown is welcome."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Where the time of the latest trees went, nanoseconds."""
+
+    extend: int = 0
+    grow: int = 0
+    rerank: int = 0
 
 
 @dataclass(slots=True)
@@ -129,6 +139,7 @@ class Drafter:
         """True entries that went through the head; those found in the cache did not."""
         self.trees_coupled = 0
         """Trees ranked by the noise of the draws."""
+        self.times = Times()
         self.passes = Cost()
         """What a head pass over growing trees takes, by its rows."""
         self.calibration = calibration or Calibration()
@@ -218,9 +229,10 @@ class Drafter:
             WealdError: before anything is computed, `UNKNOWN_SESSION`, `INVALID_ARGUMENT` for a session that
                 is not ready; `RESOURCE_EXHAUSTED` when too few pages are free.
         """
-        sessions = {id: self._ready(id) for id in ids}
+        sessions, began = {id: self._ready(id) for id in ids}, time.monotonic_ns()
         while waiting := [state for state in sessions.values() if state.entries < len(state.tokens)]:
             self._extend(waiting)
+        self.times = Times(time.monotonic_ns() - began)
         alike: dict[DraftConfig, list[str]] = {}
         for id, state in sessions.items():
             alike.setdefault(state.config, []).append(id)
@@ -340,13 +352,17 @@ class Drafter:
         drawings, pending = [s.drawing for s in sessions], [len(s.tokens) for s in sessions]
         odds = Odds(drawings, pending, lambda i: sessions[i].committed, self.head.vocabulary, self._known)
         self.trees_coupled += len(odds.coupled)
+        began = time.monotonic_ns()
         candidates = grow(first, scratch.expand, plan, self.head.vocabulary, self._choose, correct, odds)
+        grown = time.monotonic_ns()
         chosen, tokens = _rerank(candidates, config), [state.tokens[-1] for state in sessions]
         trees = flatten(candidates, chosen, tokens, least)
         asked = replace(candidates, log_confidences=candidates.raw)
         raw = flatten(asked, chosen, tokens, least) if any(learnt) else trees
         for state, tree in zip(sessions, raw, strict=True):
             state.proposed = tree
+        self.times.grow += grown - began
+        self.times.rerank += time.monotonic_ns() - grown
         return trees
 
     def forward(self, features: Tensor, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -12,10 +13,12 @@ from services.draft.drafter import Drafter
 from services.draft.generating import Generating, Lost, Opening
 from services.draft.link import VerifyLink
 from services.draft.thread import DraftThread
+from services.draft.tracing import Tracer
 from services.sessions.journal import Journal
 from services.sessions.routing import route
 from services.sessions.store import Store
 from services.speculation.calibration import Band
+from services.telemetry.logs import about
 from services.types.errors import ErrorCode, WealdError, incompatible, invalid
 from services.types.messages import (
     Call,
@@ -74,8 +77,12 @@ class DraftService:
         *,
         max_num_seqs: int,
         observe: Callable[[RoundTimes], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """Draft with `drafter`, at most `max_num_seqs` sessions at once; `observe` is told of every round."""
+        """Draft with `drafter`, at most `max_num_seqs` sessions at once.
+
+        `observe` is told of every round with a tree, `tracer` of all calls.
+        """
         self.drafter = drafter
         self.fingerprint = fingerprint
         self.links: Mapping[str, VerifyLink] = {}
@@ -86,6 +93,7 @@ class DraftService:
         self._counters: Counter[str] = Counter()
         self._max_num_seqs = max_num_seqs
         self._observe = observe
+        self._tracer = tracer
         self._sessions: dict[str, Generating] = {}
         self._beginning = 0
         """Calls that wait for their lease."""
@@ -167,7 +175,11 @@ class DraftService:
                     case WealdError():
                         raise event
                     case Lost():
+                        if telling := generating.telling:
+                            telling.lost(event)
                         if moved := await self._move(generating, event):
+                            if telling:
+                                telling.moved(moved, generating.id)
                             yield moved
                     case Started():
                         yield event
@@ -180,6 +192,14 @@ class DraftService:
                         yield event
         finally:
             self._end(generating)
+            _log.info(
+                "a call is over: %s, %d tokens",
+                generating.finished or sys.exception() or "left",
+                len(generating.output),
+                extra=about(generating.id, generating.traceparent),
+            )
+            if generating.telling:
+                generating.telling.end(generating, sys.exception())
 
     def linked(self, link: VerifyLink) -> None:
         """A stream has begun: sessions that had nowhere to go leave replicas that drain."""
@@ -237,6 +257,7 @@ class DraftService:
     async def _begin(self, call: Call) -> Generating:
         """Lease a session and open it at a verify replica; one that has ended is told from the journal."""
         self._admit(call)
+        telling = self._tracer.begin(call) if self._tracer else None
         seed = secrets.randbits(SEED_BITS) if call.params.seed is None else call.params.seed
         session = Session(call.session, call.prompt, call.params, seed, call.output)
         self._beginning += 1
@@ -249,7 +270,7 @@ class DraftService:
             earlier.events.put_nowait(_taken_over(session.id))
             self._end(earlier)
         replay = _replay(record, len(call.output))
-        generating = Generating(call, session, record.epoch, list(session.output), replay)
+        generating = Generating(call, session, record.epoch, list(session.output), replay, telling)
         self._sessions[session.id] = generating
         if self.draining:
             generating.events.put_nowait(Draining())
@@ -349,7 +370,7 @@ class DraftService:
         try:
             return self._choose(generating)
         except WealdError as none:
-            _log.info("session %s: %s", generating.id, none)
+            _log.info("nowhere to go: %s", none, extra=about(generating.id, generating.traceparent))
             return None
 
     def _current(self, id: str, epoch: int) -> Generating | None:
@@ -358,11 +379,13 @@ class DraftService:
 
     def _committed(self, generating: Generating, reply: Reply, timings: StepTimings) -> None:
         """Hand on what a target step committed: to the journal, the caller and the thread."""
-        now, outcome = time.perf_counter_ns(), reply.outcome
+        now, outcome = time.monotonic_ns(), reply.outcome
         tree = generating.tree if reply.nodes > 1 else None
         if tree and self._observe:
             wall, flight = now - generating.arrived_ns, now - generating.sent_ns
             self._observe(RoundTimes(wall, generating.drafted_ns, flight, reply.turnaround_ns, timings))
+        if generating.telling:
+            generating.telling.round(generating, reply, now)
         generating.output += outcome.tokens
         self._journal.write(generating.id, generating.epoch, outcome.tokens, outcome.finish)
         if outcome.tokens:
@@ -379,6 +402,7 @@ class DraftService:
                     accepted=outcome.accepted,
                     finish=outcome.finish,
                     logprobs=outcome.logprobs,
+                    nodes=reply.nodes if tree and generating.call.want_trees else 0,
                 )
             )
         generating.arrived_ns = now

@@ -2,19 +2,23 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from services.draft.drafter import Drafter
 from services.draft.link import Links
+from services.draft.metrics import readings
 from services.draft.service import DraftService, RoundTimes
 from services.draft.servicer import DraftServicer
+from services.draft.tracing import Tracer
 from services.engine.checkpoints import fingerprint, read_embeddings, resolve
 from services.engine.head import EagleHead
 from services.engine.pages import PAGE_SIZE
 from services.engine.transfer import dtype_name
 from services.sessions.registry import Directory, announce
 from services.sessions.store import Store
+from services.telemetry.metrics import scraped
 from services.types.configuration import DraftConfig, Place
 from services.types.messages import DraftStatus
 from services.types.replica import Replica, ReplicaKind
@@ -32,6 +36,7 @@ def load(
     memory: int,
     max_num_seqs: int,
     observe: Callable[[RoundTimes], None] | None = None,
+    tracer: Tracer | None = None,
 ) -> tuple[DraftService, DraftStatus]:
     """A draft service that is ready to start, and what it says of itself.
 
@@ -44,6 +49,7 @@ def load(
         memory: bytes of the head's KV cache.
         max_num_seqs: sessions at once.
         observe: told of every round that had a tree.
+        tracer: told of all calls.
 
     Raises:
         WealdError: `INCOMPATIBLE_CHECKPOINT` when head and target do not fit.
@@ -57,6 +63,7 @@ def load(
         mark,
         max_num_seqs=max_num_seqs,
         observe=observe,
+        tracer=tracer,
     )
     status = DraftStatus(
         model=model,
@@ -95,7 +102,7 @@ async def run(
         stopping: set to end.
 
     Raises:
-        WealdError: `INVALID_ARGUMENT` when the address cannot be used.
+        WealdError: `INVALID_ARGUMENT` when an address cannot be used.
     """
     server = await serve(DraftServicer(service, status), f"{place.host}:{place.port}", tls)
     address = place.address(server.port)
@@ -109,19 +116,21 @@ async def run(
             len(service),
             service.draining,
             place.node,
+            metrics,
         )
 
     async with Links(verifiers, tls, service) as links:
         service.links = links
         service.start(store)
-        directory = Directory(store, ReplicaKind.VERIFY, links.told)
-        listing = [asyncio.create_task(directory.run()), asyncio.create_task(announce(store, replica))]
-        ready(server.port)
-        await stopping.wait()
-        await server.drain()
-        await service.drain(place.drain_s)
-        await server.stop(1.0)
-        for task in listing:
-            task.cancel()
-        await asyncio.gather(*listing, return_exceptions=True)
+        with scraped(place, partial(readings, service)) as metrics:
+            directory = Directory(store, ReplicaKind.VERIFY, links.told)
+            listing = [asyncio.create_task(directory.run()), asyncio.create_task(announce(store, replica))]
+            ready(server.port)
+            await stopping.wait()
+            await server.drain()
+            await service.drain(place.drain_s)
+            await server.stop(1.0)
+            for task in listing:
+                task.cancel()
+            await asyncio.gather(*listing, return_exceptions=True)
         await service.stop()

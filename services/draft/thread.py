@@ -111,7 +111,7 @@ class DraftThread:
             generating.cached = cached
             self._post(generating, Started(session.id, session.seed, cached, opening.link.address))
         generating.opened, generating.tree, generating.retired = opening, None, False
-        config = call.draft or self._drafter.config
+        config = generating.config = call.draft or self._drafter.config
         opening.link.send(
             Open(
                 session,
@@ -119,7 +119,7 @@ class DraftThread:
                 self._fingerprint,
                 call.speculative,
                 from_,
-                call.traceparent,
+                generating.traceparent,
                 config.adaptive_budget,
                 call.priority,
             )
@@ -152,18 +152,19 @@ class DraftThread:
         wanting, self._wanting = self._wanting, {}
         if not wanting:
             return
-        started = time.perf_counter_ns()
+        started = time.monotonic_ns()
         try:
             trees = self._propose(wanting)
         except Exception as error:
             self._fail(list(wanting), error)
             return
-        drafted = time.perf_counter_ns()
+        drafted = time.monotonic_ns()
         ready: dict[VerifyLink, list[Proposal]] = defaultdict(list)
         for (generating, reply), tree in zip(wanting.items(), trees, strict=True):
             assert generating.opened
             root = reply.position + len(reply.outcome.tokens) - 1
-            generating.tree, generating.drafted_ns, generating.sent_ns = tree, drafted - started, drafted
+            generating.tree, generating.times = tree, self._drafter.times
+            generating.began_ns, generating.sent_ns = started, drafted
             proposal = Proposal(generating.id, reply.epoch, reply.round, root, tree)
             ready[generating.opened.link].append(proposal)
         for link, proposals in ready.items():

@@ -1,7 +1,7 @@
 """The HTTP API: OpenAI's paths, and those of probes."""
 
 import asyncio
-import re
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import HTMLResponse, PlainTextResponse
 
 import weald
 from services.gateway.answers import answer
@@ -35,6 +35,9 @@ from services.gateway.schemas import (
     DetokenizeRequest,
     ErrorAnswer,
     ModelList,
+    ReplicaList,
+    ReplicaObject,
+    ScrapeTargets,
     ServedModel,
     StreamOptions,
     Tokenized,
@@ -43,10 +46,15 @@ from services.gateway.schemas import (
 from services.gateway.shapes import Shape, joined, shape_of
 from services.gateway.streaming import EventStream, Stream, kept_alive
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tracing import Tracer
+from services.sessions.opening import opened
+from services.telemetry.export import exporting
+from services.telemetry.pages import filled
+from services.telemetry.spans import Trace
+from services.types.configuration import Tracing
 from services.types.errors import ErrorCode, WealdError, invalid
+from services.types.replica import ReplicaKind
 from services.wire.transport import Tls
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     """Of web pages that may call; `*` for all."""
     limits: Limits = field(default_factory=Limits)
+    tracing: Tracing = field(default_factory=Tracing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class Gateway:
     longest: Longest
     drafters: Drafters
     metrics: Metrics
+    tracer: Tracer
     readiness: Readiness
     started: int
     """Unix time, seconds."""
@@ -98,17 +108,19 @@ class Gateway:
         """
         tokenizer = Tokenizer.load(settings.directory)
         longest = Longest.of(settings.directory, tokenizer)
-        async with found(settings.endpoints, settings.store, settings.target, settings.tls) as drafters:
-            yield cls(
-                settings,
-                tokenizer,
-                longest,
-                drafters,
-                Metrics(),
-                Readiness(drafters),
-                int(time.time()),
-                asyncio.get_running_loop().create_future(),
-            )
+        with exporting(settings.tracing, "weald-gateway") as sink:
+            async with found(settings.endpoints, settings.store, settings.target, settings.tls) as drafters:
+                yield cls(
+                    settings,
+                    tokenizer,
+                    longest,
+                    drafters,
+                    Metrics(),
+                    Tracer(sink, settings.tracing, settings.model),
+                    Readiness(drafters),
+                    int(time.time()),
+                    asyncio.get_running_loop().create_future(),
+                )
 
     def check(self, model: str | None) -> None:
         """Raises `HttpError` when a request names another model."""
@@ -144,6 +156,13 @@ TraceParent = Annotated[str, Header(description="W3C trace context.")]
 _FAILS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 # Without a schema: tools disagree on whether it would be of the whole stream or of each event.
 _STREAM: dict[str, dict[str, Any]] = {"text/event-stream": {}}
+_PAGE = Path(__file__).with_name("ui.html")
+_ALONE = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+}
+"""The page loads nothing and talks to nobody but this gateway."""
 router = APIRouter(responses=_FAILS)
 
 
@@ -177,17 +196,21 @@ async def complete(
 async def _generated(
     gateway: Gateway, body: ChatRequest | CompletionRequest, last_event_id: str | None, traceparent: str
 ) -> Response:
-    began = time.perf_counter()
+    began, began_ns = time.perf_counter(), time.time_ns()
     gateway.check(body.model)
     lost = EventId.parse(last_event_id) if last_event_id else None
-    trace = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
+    trace, parent = gateway.tracer.begin(traceparent)
+    carried = str(trace or Trace.parse(traceparent) or "")
     gateway.longest.check(body)
     id = lost.request if lost else new_id(body)
-    job = await asyncio.to_thread(job_of, body, gateway.tokenizer, id, trace)
+    job = await asyncio.to_thread(job_of, body, gateway.tokenizer, id, carried)
     at = lost or EventId(id, (Point(),) * len(job.calls))
     if len(at.points) != len(job.calls) or not id.startswith(f"{kind_of(body)}-"):
         raise invalid("`Last-Event-ID` is of another request; send the very request whose stream was lost")
-    pieces = kept_alive(gateway.metrics.watched(job, gateway.pieces(job), began), gateway.ending)
+    told = gateway.pieces(job)
+    if trace:
+        told = gateway.tracer.watched(job, trace, parent, told, began_ns)
+    pieces = kept_alive(gateway.metrics.watched(job, told, began), gateway.ending)
     shape = shape_of(body, id, int(time.time()))
     if body.stream:
         stream = Stream(job, shape, at, body.stream_options or StreamOptions())
@@ -274,6 +297,47 @@ async def ready(gateway: Serving) -> dict[str, str]:
 async def version() -> dict[str, str]:
     """The version of Weald."""
     return {"version": weald.__version__}
+
+
+@router.get("/replicas")
+async def replicas(gateway: Serving) -> ReplicaList:
+    """The draft replicas that answer this gateway's requests, and the verify replicas behind them."""
+    addresses = sorted(gateway.drafters.live())
+    told = await asyncio.gather(*(gateway.readiness.ask(address) for address in addresses))
+    return ReplicaList(
+        object="list",
+        data=[
+            ReplicaObject(
+                address=address,
+                running=status.running if status else None,
+                verifiers=dict(status.verifiers) if status else {},
+            )
+            for address, status in zip(addresses, told, strict=True)
+        ],
+    )
+
+
+@router.get("/metrics/targets")
+async def targets(gateway: Serving) -> list[ScrapeTargets]:
+    """Where Prometheus finds the replicas that the store lists, in the form of its HTTP service discovery."""
+    if gateway.settings.store is None:
+        return []
+    async with opened(gateway.settings.store) as store:
+        listed = [one for kind in ReplicaKind for one in await store.replicas(kind)]
+    return [
+        ScrapeTargets(targets=[one.metrics], labels={"service": f"weald-{one.kind}", "node": one.node})
+        for one in listed
+        if one.metrics
+    ]
+
+
+@router.get("/ui", response_class=HTMLResponse)
+async def playground(gateway: Serving) -> Response:
+    """A page to try the model and to see its rounds."""
+    # As it stands within a string of the page's script.
+    name = json.dumps(gateway.settings.model)[1:-1].replace("<", "\\u003c")
+    guarded = "yes" if gateway.settings.api_keys else "no"
+    return HTMLResponse(filled(_PAGE, model=name, guarded=guarded), headers=_ALONE)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.gateway.drafters import Drafters
+from services.telemetry.logs import about
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Call, Draining, Event, Finished, Moved, Round, Started
 from services.types.replica import ReplicaKind
@@ -90,6 +91,7 @@ class _Attempts:
         self._drafters = drafters
         self._prefix = call.prompt or tuple(call.session.encode())
         """By which a replica is chosen; sessions whose prompts are not known here spread."""
+        self._session, self._traceparent = call.session, call.traceparent
         self._within_s = within_s
         self._deadline = asyncio.get_running_loop().time() + within_s
         self._called = ""
@@ -132,7 +134,12 @@ class _Attempts:
 
     async def failed(self, error: WealdError, delivered: bool) -> None:
         """Wait until it makes sense to call again. Raises the error where it does not."""
-        _log.info("a call failed at %s: %s", self._called or "no draft replica", error.message)
+        _log.info(
+            "a call failed at %s: %s",
+            self._called or "no draft replica",
+            error.message,
+            extra=about(self._session, self._traceparent),
+        )
         if self._called:
             self._avoid.add(self._called)
         others = self._others()

@@ -1,7 +1,7 @@
 """One choice of an answer: from the events of its session to pieces of text that can never change."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -12,7 +12,9 @@ from services.gateway.schemas import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,
+    NodeObject,
     PredictedTokens,
+    RoundObject,
     TopLogprob,
     Usage,
     WealdObject,
@@ -78,8 +80,8 @@ class Figures:
     """Draft tokens that became completion tokens, by their depth in the tree, from 1 on."""
     verifier: str = ""
     """host:port of the verify replica that serves it."""
-    moves: int = 0
-    """How often it went on at another replica."""
+    moves: tuple[Moved, ...] = ()
+    """To other replicas, at which it went on."""
 
     @property
     def accepted(self) -> int:
@@ -103,6 +105,8 @@ class Piece:
     """Set in the last piece."""
     figures: Figures
     """So far."""
+    round: RoundObject | None = None
+    """That brought it, where the request asks for rounds."""
 
 
 class Choice:
@@ -120,6 +124,7 @@ class Choice:
         self._tokenizer = job.tokenizer
         self._min_tokens = call.params.min_tokens
         self._top = call.params.logprobs
+        self._rounds = call.want_trees
         self._detokenizer = Detokenizer(job.tokenizer, call.prompt if job.continues else ())
         self._stops = StopMatcher(job.stops, job.include_stop)
         self._unread: list[tuple[int, TokenLogprobs | None]] = []
@@ -148,9 +153,11 @@ class Choice:
                 self._figures = replace(self._figures, seed=seed, cached_tokens=cached, verifier=verifier)
             case Moved(kind=kind, address=address):
                 verifier = address if kind is ReplicaKind.VERIFY else self._figures.verifier
-                self._figures = replace(self._figures, verifier=verifier, moves=self._figures.moves + 1)
+                moves = (*self._figures.moves, event)
+                self._figures = replace(self._figures, verifier=verifier, moves=moves)
             case Round():
-                return self._piece(self._take_round(event))
+                told = round_object(event, self._tokenizer.text_of) if self._rounds else None
+                return self._piece(self._take_round(event), told)
             case Finished(finish_reason=reason):
                 # The session ended without a token left to bring.
                 return self._piece(self._end(reason))
@@ -205,18 +212,17 @@ class Choice:
             self.finish = FinishReason.STOP
         return text
 
-    def _piece(self, text: str) -> Piece | None:
+    def _piece(self, text: str, round: RoundObject | None = None) -> Piece | None:
         self._out += len(text)
         # Without a cut, what has no text at the very end is told, too.
         whole = self.finish and self._out == self._read
         tokens = []
         while self._placed and (whole or self._placed[0][2] < self._out):
             tokens.append(self._told(*self._placed.popleft()))
-        if not (text or tokens or self.finish):
+        if not (text or tokens or self.finish or round):
             return None
-        return Piece(
-            text, tuple(tokens), self.finish, replace(self._figures, completion_tokens=self._completed)
-        )
+        figures = replace(self._figures, completion_tokens=self._completed)
+        return Piece(text, tuple(tokens), self.finish, figures, round)
 
     def _told(self, token: int, told: TokenLogprobs | None, offset: int) -> Token:
         logprob = max(told.logprob, UNLIKELY) if told else None
@@ -286,7 +292,33 @@ def weald_object(figures: Figures) -> WealdObject:
         draft_tokens=figures.verified,
         accepted_per_position=list(figures.accepted_per_position),
         verifier=figures.verifier,
-        moves=figures.moves,
+        moves=len(figures.moves),
+    )
+
+
+def round_object(round: Round, text_of: Callable[[int], str]) -> RoundObject:
+    """What a chunk tells of the round that brought it; `text_of` gives the text of a token."""
+    tree = round.tree
+    nodes = [
+        NodeObject(
+            text=text_of(tree.tokens[node]),
+            parent=tree.parents[node],
+            confidence=tree.confidences[node],
+            value=tree.values[node],
+            verified=bool(round.nodes >> node & 1),
+            accepted=node in round.accepted,
+        )
+        for node in range(len(tree) if tree else 0)
+        if tree
+    ]
+    return RoundObject(
+        tokens=[text_of(token) for token in round.tokens],
+        accepted=min(len(round.accepted), len(round.tokens)),
+        drafted=round.drafted,
+        verified=round.verified,
+        draft_ms=round.draft_ns / 1e6,
+        verify_ms=round.verify_ns / 1e6,
+        nodes=nodes,
     )
 
 

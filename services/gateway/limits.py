@@ -2,8 +2,10 @@
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,13 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.errors import HttpError
 from services.types.errors import ErrorCode, WealdError, invalid
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
-"""Probes and scrapers have no key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/ui"})
+"""Probes and scrapers have no key, and a browser has none yet; the page asks for what it shows with one."""
 BODY_WITHIN_S = 60.0
 """For a client to send all of its request."""
 GRACE_S = 5.0
 """An answer ends by itself when the time for its request is over; one that nobody reads, so much later."""
 RETRY_AFTER_S = 1.0
+_log = logging.getLogger(__name__)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -51,14 +54,22 @@ def identified(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        id = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        id, began, status = given if _ID.fullmatch(given) else secrets.token_hex(16), time.monotonic(), 0
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = id
+                status = message["status"]
             await send(message)
 
-        await app(scope, receive, named)
+        try:
+            await app(scope, receive, named)
+        finally:
+            took = time.monotonic() - began
+            _log.info(
+                "%s %s: %d after %.3f s", scope["method"], scope["path"], status, took, extra={"request": id}
+            )
 
     return identify
 

@@ -5,6 +5,7 @@ import time
 
 from services.gateway.drafters import Drafters
 from services.types.errors import WealdError
+from services.types.messages import DraftStatus
 
 ANSWER_S = 2.0
 """A draft replica that does not say within so long that it has a verify replica serves nobody now."""
@@ -33,9 +34,13 @@ class Readiness:
         return any(linked)
 
     async def _linked(self, address: str) -> bool:
+        status = await self.ask(address)
+        return status is not None and any(status.verifiers.values())
+
+    async def ask(self, address: str) -> DraftStatus | None:
+        """What a draft replica says of itself; None when it does not answer."""
         async with self._drafters.client(address) as client:
             try:
-                status = await client.status(ANSWER_S)
+                return await client.status(ANSWER_S)
             except WealdError:
-                return False
-            return any(status.verifiers.values())
+                return None

@@ -95,6 +95,7 @@ def job_of(
             traceparent=traceparent,
             priority=Priority(request.priority or Priority.NORMAL),
             coupled=request.speculative_coupling,
+            want_trees=bool(request.weald_rounds),
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)

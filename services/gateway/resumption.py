@@ -100,7 +100,10 @@ class Delivery:
         self._tokens += len(piece.tokens)
         finish = None if self._ended else piece.finish
         self._ended = self._ended or piece.finish is not None
-        return replace(piece, text=fresh, tokens=tokens, finish=finish) if fresh or tokens or finish else None
+        round = None if lacking else piece.round
+        if not (fresh or tokens or finish or round):
+            return None
+        return replace(piece, text=fresh, tokens=tokens, finish=finish, round=round)
 
     def _add(self, text: str) -> None:
         self._hash.update(text.encode())

@@ -223,6 +223,8 @@ class _Sampling(_Request):
     """What counts where requests compete for the target's time, 0 and None: neither; the text is the same."""
     weald: bool | None = None
     """Whether the answer tells what its rounds did."""
+    weald_rounds: bool | None = None
+    """Whether each chunk of a stream tells of the round that brought it, and draws its tree."""
 
     user: Unused = None
     metadata: Unused = None
@@ -259,8 +261,9 @@ class _Sampling(_Request):
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
-        if self.stream_options and not self.stream:
-            raise _fault("`stream_options` is for streams; set `stream`, or leave it out", "stream_options")
+        for field in ("stream_options", "weald_rounds"):
+            if getattr(self, field) and not self.stream:
+                raise _fault(f"`{field}` is for streams; set `stream`, or leave it out", field)
         return self
 
 
@@ -471,6 +474,61 @@ class WealdObject(_Response):
     """How often the session went on at another replica."""
 
 
+class ReplicaObject(_Response):
+    """A draft replica."""
+
+    address: str
+    running: int | None
+    """Sessions that it drafts for; null: it does not answer."""
+    verifiers: dict[str, bool]
+    """Whether a verify replica is connected and serves the same target, by host:port."""
+
+
+class ReplicaList(_Response):
+    """`GET /replicas`."""
+
+    object: Literal["list"]
+    data: list[ReplicaObject]
+
+
+class ScrapeTargets(_Response):
+    """What Prometheus is to scrape."""
+
+    targets: list[str]
+    """host:port"""
+    labels: dict[str, str]
+
+
+class NodeObject(_Response):
+    """A node of a draft tree."""
+
+    text: str
+    parent: int
+    """Index of its parent, smaller than its own; -1 of the root."""
+    confidence: float
+    value: float
+    verified: bool
+    """Whether it stood in the target step; otherwise it was cut."""
+    accepted: bool
+
+
+class RoundObject(_Response):
+    """One round: what it committed, and the tree that it verified."""
+
+    tokens: list[str]
+    """Committed; the first `accepted` of them from the tree."""
+    accepted: int
+    drafted: int
+    """Nodes of the tree proposed, root included; 0 for a plain step."""
+    verified: int
+    """Nodes that stood in the target step, root included."""
+    draft_ms: float
+    """Of drafting; 0 for a plain step."""
+    verify_ms: float
+    """From the sending of the tree, or from the last reply, to this one."""
+    nodes: list[NodeObject]
+
+
 class TopLogprob(_Response):
     """A token that could have stood there."""
 
@@ -551,6 +609,7 @@ class ChunkChoice(_Response):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     weald: WealdObject | None = None
+    weald_round: RoundObject | None = None
 
 
 class ChatCompletionChunk(_Response):
@@ -574,6 +633,7 @@ class CompletionChoice(_Response):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     weald: WealdObject | None = None
+    weald_round: RoundObject | None = None
 
 
 class Completion(_Response):

@@ -66,7 +66,7 @@ class _Chat:
 
     def chunk(self, index: int, piece: Piece) -> ChatCompletionChunk:
         delta = Delta(content=piece.text)
-        return self._chunk([ChunkChoice(index=index, delta=delta, **self._told(piece))])
+        return self._chunk([ChunkChoice(index=index, delta=delta, **self._told(piece), **_round(piece))])
 
     def closing(self) -> ChatCompletionChunk:
         return self._chunk([])
@@ -100,7 +100,7 @@ class _Text:
         return None
 
     def chunk(self, index: int, piece: Piece) -> Completion:
-        return self._of([self._choice(index, piece)])
+        return self._of([self._choice(index, piece, **_round(piece))])
 
     def closing(self) -> Completion:
         return self._of([])
@@ -110,17 +110,22 @@ class _Text:
         answer.usage = usage
         return answer
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+    def _choice(self, index: int, piece: Piece, **more: Any) -> CompletionChoice:
         return CompletionChoice(
             index=index,
             text=piece.text,
             logprobs=completion_logprobs(piece.tokens) if self.logprobs else None,
             finish_reason=piece.finish,
             **_weald(piece, self.weald),
+            **more,
         )
 
     def _of(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(object="text_completion", choices=choices, **self.named)
+
+
+def _round(piece: Piece) -> dict[str, Any]:
+    return {"weald_round": piece.round} if piece.round else {}
 
 
 def _weald(piece: Piece, told: bool) -> dict[str, Any]:

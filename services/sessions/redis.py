@@ -339,6 +339,7 @@ def _replica(kind: ReplicaKind, text: bytes) -> Replica:
             known["sessions"],
             known["draining"],
             known.get("node", ""),
+            known.get("metrics", ""),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise _foreign("a replica", error) from error

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from services.types.errors import invalid
@@ -62,6 +63,24 @@ class DraftConfig:
             raise invalid(f"the beam must be at least 1, got {self.beam}")
         if not 1 <= self.budget <= MAX_NODES:
             raise invalid(f"the tree budget must be in [1, {MAX_NODES}], got {self.budget}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where spans go; nowhere by default."""
+
+    file: Path | None = None
+    """Appended to."""
+    endpoint: str = ""
+    """Of an OpenTelemetry collector."""
+    ratio: float = 1.0
+    """Of the requests that come without a trace, those that are sampled."""
+    content: bool = False
+    """Whether spans hold token ids, of which the text can be read."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise invalid(f"the share of requests that are traced is {self.ratio:g}; choose one of 0 to 1")
 
 
 AUTO_LEVELS, AUTO_BUDGET = 8, MAX_NODES
@@ -138,6 +157,8 @@ class Place:
     """How long sessions may go on at shutdown."""
     node: str = ""
     """Name of the machine, for whoever lists the replicas."""
+    metrics_port: int | None = None
+    """Where Prometheus can ask; 0 takes a free one, None: nowhere."""
 
     def __post_init__(self) -> None:
         if self.drain_s < 0:
@@ -148,3 +169,7 @@ class Place:
         named = self.advertised or self.host
         with_port = named.count(":") == 1 or "]:" in named
         return named if with_port else f"{named}:{port}"
+
+    def metrics(self, port: int) -> str:
+        """host:port where Prometheus can ask the replica that answers it at `port`."""
+        return f"{self.address(0).rpartition(':')[0]}:{port}"

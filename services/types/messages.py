@@ -65,7 +65,6 @@ class Proposals:
     """All trees that became ready together."""
 
     proposals: tuple[Proposal, ...]
-    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,8 @@ class Reply:
     """Value that a node of the next tree must have to be worth its time; 0.0 for sessions without a price."""
     pace: float = 0.0
     """Tokens per second that the session is expected to make: the price of a second that its tree takes."""
+    arrived_unix_ns: int = 0
+    """When the tree arrived, by the verifier's clock; 0 unless the session is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,6 @@ class Replies:
     replies: tuple[Reply, ...]
     timings: StepTimings
     load: Load
-    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,8 @@ class Round:
     """Set by the round that ended the session: its last token is an end token, or the last one allowed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Parallel to `tokens` where the call asks for them; empty for those of the journal, which keeps none."""
+    nodes: int = 0
+    """Bit i is set when node i of `tree` stood in the target step; 0 without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,3 +27,5 @@ class Replica:
     """It takes no new sessions and hands over those it has."""
     node: str = ""
     """Where it runs, as whoever placed it names the nodes."""
+    metrics: str = ""
+    """host:port where Prometheus can ask it; empty: nowhere."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from services.speculation.budget import Budget, Offer, Prospect
 from services.speculation.forest import Entry, rank
+from services.telemetry.spans import Trace
 from services.types.configuration import VerifyLimits
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Open, Proposal, Response
@@ -105,6 +106,8 @@ class Seat:
     """Tokens that its trees have brought in a step, lately."""
     prospect: Prospect = field(default_factory=Prospect)
     """What its trees have been like."""
+    trace: Trace | None = None
+    """Of its `generate` span, where that is recorded."""
 
     @property
     def id(self) -> str:
@@ -314,6 +317,7 @@ class Scheduler:
         spare = room.tokens - len(forest)
         prefill = sum(n for seat in self._running if _open(seat) and (n := verifier.lacking(seat.id)) > 1)
         # Half of what the roots leave is for prefills: full trees must not keep new sessions from starting.
+        self.counters["offered_nodes"] += sum(len(entry.tree) - 1 for entry in forest)
         ranked = rank(forest, spare - min(prefill, -(-spare // 2)), self.budget.nodes)
         trees: dict[str, DraftTree] = {}
         nodes: dict[str, tuple[int, ...]] = {}

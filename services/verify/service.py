@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from services.engine.transfer import to_block
 from services.speculation.budget import Offer
+from services.telemetry.spans import Sink, Trace, unix_ns
 from services.types.configuration import VerifyLimits
 from services.types.errors import ErrorCode, WealdError, incompatible
 from services.types.messages import (
@@ -31,6 +32,7 @@ from services.types.messages import (
 from services.types.outcome import Outcome
 from services.verify.grammar import Grammar
 from services.verify.scheduler import NO_TREE, Link, Scheduler, Seat, Step
+from services.verify.tracing import spans_of, traced
 from services.verify.verifier import Stepped, Verifier
 from services.verify.warmup import warm_up
 
@@ -51,8 +53,10 @@ class _Prepared:
 class VerifyService:
     """Owns the verifier: everything happens in its thread; `submit` hands in what the streams bring."""
 
-    def __init__(self, verifier: Verifier, limits: VerifyLimits, fingerprint: bytes) -> None:
-        """Serve a verifier.
+    def __init__(
+        self, verifier: Verifier, limits: VerifyLimits, fingerprint: bytes, sink: Sink | None = None
+    ) -> None:
+        """Serve a verifier; spans of sessions that are traced go to `sink`.
 
         Raises:
             WealdError: `INVALID_ARGUMENT` when its pages cannot hold even one session of full length.
@@ -60,6 +64,7 @@ class VerifyService:
         self.verifier = verifier
         self.limits = limits
         self.fingerprint = fingerprint
+        self._sink = sink
         self.draining = False
         """Whether this replica goes away: it takes no new sessions."""
         self.loop_lag_ns = 0
@@ -114,6 +119,10 @@ class VerifyService:
     def cost(self) -> dict[int, float]:
         """T(N): seconds of a step, by the tokens in it."""
         return dict(self._scheduler.budget.cost.curve())
+
+    def rate(self) -> float:
+        """λ: what a second is worth, in tokens."""
+        return self._scheduler.budget.rate
 
     def load(self) -> Load:
         """How busy the service is."""
@@ -207,6 +216,8 @@ class VerifyService:
             link.post([Replies((reply,), StepTimings(), self.load())])
             return
         seat = self._scheduler.enqueue(request, link)
+        trace = Trace.parse(request.traceparent) if self._sink else None
+        seat.trace = trace if trace and trace.sampled else None
         if session.params.json_schema is not None:
             seat.preparing = True
             self._compiler.submit(self._prepare, seat)
@@ -282,8 +293,12 @@ class VerifyService:
             return
         for id, failure in stepped.failures.items():
             self._end([seats.pop(id)], failure)
+        rounds, sessions = traced(seats, step), len(seats)
         offers = self._scheduler.settle(step, stepped.outcomes, began, time.monotonic())
-        self._reply(step, stepped, seats, offers, int(queued * 1e9))
+        sent = self._reply(step, stepped, seats, offers, int(queued * 1e9))
+        if self._sink and rounds:
+            for span in spans_of(rounds, stepped.timings, int(began * 1e9), int(sent * 1e9), sessions):
+                self._sink(span)
 
     def _reply(
         self,
@@ -292,8 +307,8 @@ class VerifyService:
         seats: Mapping[str, Seat],
         offers: Mapping[str, Offer],
         queued_ns: int,
-    ) -> None:
-        """Answer every stream once, with the features its drafter lacks where a tree is wanted."""
+    ) -> float:
+        """Answer every stream once, with the features its drafter lacks where a tree is wanted; when."""
         wanted = {id for id, offer in offers.items() if offer.wanted}
         prefilling = seats.keys() & step.chunks.keys() - stepped.outcomes.keys()
         soon = {id for id in prefilling if self._scheduler.tree_or_plain(seats[id]).wanted}
@@ -316,6 +331,7 @@ class VerifyService:
             responses[link].append(Replies(tuple(settled), timings, load))
         for link, said in responses.items():
             link.post(said)
+        return now
 
     def _features(self, seats: Mapping[str, Seat], ids: Iterable[str]) -> dict[str, FeatureBlock]:
         spans = {}
@@ -340,6 +356,9 @@ class VerifyService:
         scheduler = self._scheduler
         proposal, seat.proposal, seat.held_until = seat.proposal, None, 0.0
         scheduler.counters["trees_verified" if len(nodes) > 1 else "plain_steps"] += 1
+        scheduler.counters["draft_tokens"] += len(nodes) - 1
+        scheduler.counters["accepted_tokens"] += len(outcome.accepted)
+        scheduler.counters.update(f"accepted_at_{depth}" for depth in range(len(outcome.accepted)))
         round, seat.round = seat.round, seat.round + 1
         accepted = replace(outcome, accepted=tuple(nodes[n] for n in outcome.accepted))
         seat.committed += len(outcome.tokens)
@@ -353,6 +372,7 @@ class VerifyService:
             wanted=offer.wanted,
             features=block,
             turnaround_ns=int((now - seat.arrived) * 1e9) if proposal else 0,
+            arrived_unix_ns=unix_ns(int(seat.arrived * 1e9)) if proposal and seat.trace else 0,
             price=offer.price,
             pace=offer.pace,
         )

@@ -14,10 +14,13 @@ from services.engine.target import Target
 from services.engine.transfer import dtype_name
 from services.sessions.registry import announce
 from services.sessions.store import Store
+from services.telemetry.metrics import scraped
+from services.telemetry.spans import Sink
 from services.types.configuration import Place, VerifyLimits
 from services.types.messages import Load, VerifyStatus
 from services.types.replica import Replica, ReplicaKind
 from services.verify.grammar import Grammars
+from services.verify.metrics import readings
 from services.verify.service import VerifyService
 from services.verify.servicer import VerifyServicer
 from services.verify.verifier import Verifier
@@ -36,6 +39,7 @@ def load(
     max_model_len: int | None,
     limits: VerifyLimits,
     ranks: Ranks | None = None,
+    sink: Sink | None = None,
 ) -> tuple[VerifyService, VerifyStatus]:
     """A verify service that is ready to start, and what it says of itself.
 
@@ -47,6 +51,7 @@ def load(
         max_model_len: tokens of one session at most; None for the target's context.
         limits: what is taken on at once.
         ranks: the tensor-parallel group this process leads.
+        sink: takes spans.
 
     Raises:
         WealdError: as `Target.load` and `VerifyService` do.
@@ -71,7 +76,7 @@ def load(
         load=Load(),
         counters={},
     )
-    service = VerifyService(verifier, limits, mark)
+    service = VerifyService(verifier, limits, mark, sink)
     service.warm_up()
     return service, status
 
@@ -97,7 +102,7 @@ async def run(
         stopping: set to end.
 
     Raises:
-        WealdError: `INVALID_ARGUMENT` when the address cannot be used; what ended the service, when it ended
+        WealdError: `INVALID_ARGUMENT` when an address cannot be used; what ended the service, when it ended
             by itself.
     """
     loop = asyncio.get_running_loop()
@@ -116,19 +121,21 @@ async def run(
             sessions,
             service.draining,
             place.node,
+            metrics,
         )
 
     service.start(partial(loop.call_soon_threadsafe, stopping.set))
-    beside = [asyncio.create_task(_watch(service)), asyncio.create_task(announce(store, replica))]
-    ready(server.port)
-    await stopping.wait()
-    await server.drain()
-    if service.failed is None:
-        servicer.drain()
-        await asyncio.to_thread(service.drain, place.drain_s)
-    for task in beside:
-        task.cancel()
-    await asyncio.gather(*beside, return_exceptions=True)
+    with scraped(place, partial(readings, service)) as metrics:
+        beside = [asyncio.create_task(_watch(service)), asyncio.create_task(announce(store, replica))]
+        ready(server.port)
+        await stopping.wait()
+        await server.drain()
+        if service.failed is None:
+            servicer.drain()
+            await asyncio.to_thread(service.drain, place.drain_s)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
     servicer.close()
     await server.stop(1.0)
     await asyncio.to_thread(service.stop)

@@ -109,7 +109,7 @@ def requests_from_proto(message: verify_pb2.VerifyRequest) -> list[Request | Fai
             read = proposals_from_proto(message.proposals)
             trees = tuple(p for p in read if isinstance(p, Proposal))
             failures = [f for f in read if isinstance(f, Failure)]
-            return [Proposals(trees, message.proposals.traceparent), *failures]
+            return [Proposals(trees), *failures]
         case "close":
             return [Close(message.close.session, message.close.epoch)]
         case _:
@@ -225,7 +225,6 @@ def _proposals_to_proto(proposals: Proposals) -> verify_pb2.Proposals:
         tokens=[token for tree in trees for token in tree.tokens],
         parents=[parent for tree in trees for parent in tree.parents[1:]],
         confidences=[confidence for tree in trees for confidence in tree.confidences[1:]],
-        traceparent=proposals.traceparent,
     )
 
 
@@ -285,11 +284,11 @@ def _replies_to_proto(value: Replies) -> verify_pb2.Replies:
             commit_ns=value.timings.commit,
         ),
         load=_load_to_proto(value.load),
-        traceparent=value.traceparent,
         logprob_counts=[len(logprobs) for logprobs in told] if any(told) else (),
         logprobs=_logprobs_to_proto([each for logprobs in told for each in logprobs]),
         prices=[reply.price for reply in replies],
         paces=[reply.pace for reply in replies],
+        arrived_unix_ns=arrived if any(arrived := [reply.arrived_unix_ns for reply in replies]) else (),
     )
 
 
@@ -299,6 +298,7 @@ def _replies_from_proto(message: verify_pb2.Replies) -> Replies:
         len(message.sessions),
         *("epochs", "rounds", "positions", "token_counts", "accepted_counts", "finishes", "nodes", "wanted"),
         *("turnarounds_ns", "feature_starts", "feature_rows", "prices", "paces"),
+        *(("arrived_unix_ns",) if message.arrived_unix_ns else ()),
     )
     _expect(message, sum(message.token_counts), "tokens")
     _expect(message, sum(message.accepted_counts), "accepted")
@@ -314,6 +314,7 @@ def _replies_from_proto(message: verify_pb2.Replies) -> Replies:
         message.turnarounds_ns,
         message.prices,
         message.paces,
+        message.arrived_unix_ns or [0] * len(message.sessions),
         strict=True,
     )
     replies = tuple(Reply(*reply) for reply in columns)
@@ -322,7 +323,6 @@ def _replies_from_proto(message: verify_pb2.Replies) -> Replies:
         replies,
         StepTimings(timings.queue_ns, timings.forward_ns, timings.accept_ns, timings.commit_ns),
         _load_from_proto(message.load),
-        message.traceparent,
     )
 
 
@@ -437,6 +437,7 @@ def event_to_proto(event: Event) -> draft_pb2.GenerateResponse:
                 accepted=event.accepted,
                 finish=FINISHES[event.finish],
                 logprobs=_logprobs_to_proto(event.logprobs),
+                nodes=event.nodes,
             )
             return draft_pb2.GenerateResponse(round=round)
         case Moved(kind, address, lost):
@@ -473,6 +474,7 @@ def event_from_proto(message: draft_pb2.GenerateResponse) -> Event:
                 tuple(round.accepted),
                 _known(FINISHES, round.finish, "finish reason"),
                 _logprobs_from_proto(round.logprobs, len(round.tokens) if round.HasField("logprobs") else 0),
+                round.nodes,
             )
         case "moved":
             moved = message.moved

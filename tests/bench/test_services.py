@@ -12,6 +12,7 @@ from services.bench.journal import bench_journal
 from services.bench.link import WIDTHS, bench_link
 from services.bench.load import FIXED, MODES, Answer, Load, Run, bench_load
 from services.bench.questions import PROMPTS, some_prompts
+from services.bench.tracing import bench_tracing
 from services.bench.turns import bench_turns
 from services.types.messages import Round
 
@@ -126,6 +127,23 @@ def test_the_journal_is_measured_with_all_processes_that_take_part(
     for cost in record["costs"].values():
         assert cost["low"] <= cost["mean"] <= cost["high"]
     assert "95 % confidence" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["file", "collector"])
+def test_tracing_is_measured_with_every_span_told_against_none(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: Any
+) -> None:
+    file = tmp_path / "tracing.json"
+    target, head = str(checkpoints.target), str(checkpoints.head)
+    bench_tracing(target, head, "float64", ["abc", "dea."], 12, to, file)
+    record = json.loads(file.read_text())
+    assert len(record["answers"]) == 2
+    for pair in record["answers"]:
+        assert pair["off"]["tokens"] == pair["on"]["tokens"] == 12
+        assert min(pair["on"].values()) > 0
+    assert record["costs"].keys() == {"processor time", "time of an answer"}
+    assert record["spans"] > 2 * 12
+    assert f"every request traced to a {to}" in capsys.readouterr().out
 
 
 def test_the_gateway_is_measured_beside_the_same_calls_over_grpc(

@@ -15,6 +15,11 @@ import psutil
 import pytest
 import yaml
 
+from services.telemetry.file import read
+from services.telemetry.names import Attribute
+from services.telemetry.requests import requests
+
+ROLES = ("draft", "gateway", "verify")
 pytestmark = pytest.mark.slow
 
 COMMAND = (sys.executable, "-c", "from cluster.command import main; main()")
@@ -26,6 +31,12 @@ def weald(*arguments: object, status: int = 0) -> str:
     ended = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=WITHIN_S)
     assert ended.returncode == status, ended.stderr
     return ended.stdout + ended.stderr
+
+
+def curl(url: str, *options: str) -> bytes:
+    """What is answered there."""
+    asked = ["curl", "--silent", "--noproxy", "*", url, *options]
+    return subprocess.run(asked, capture_output=True, check=True, timeout=WITHIN_S).stdout
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,11 @@ def serving(file: Path) -> Iterator[Served]:
             process.kill()
 
 
+def traces_of(description: Path) -> Path:
+    """Where a cluster described in this file tells of its requests."""
+    return description.with_suffix(".jsonl")
+
+
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
     """The description of a small cluster."""
@@ -76,6 +92,7 @@ def described(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
         "gateway": {"served_model_name": "tiny", "port": 0, "resources": {"num_cpus": 0.1}},
     }
     file = tmp_path_factory.mktemp("described") / "weald.yaml"
+    keys["telemetry"] = {"trace_file": str(traces_of(file)), "log_format": "json", "log_level": "info"}
     file.write_text(yaml.safe_dump(keys))
     return file
 
@@ -85,10 +102,17 @@ def test_one_command_serves_and_others_show_it_and_scale_it(
 ) -> None:
     with serving(described) as served:
         body = {"model": "tiny", "prompt": "abcd", "max_tokens": 160, "seed": 1, "ignore_eos": True}
-        asked = ["curl", "--silent", "--noproxy", "*", f"{served.url}/v1/completions"]
-        asked += ["--header", "Content-Type: application/json", "--data", json.dumps(body)]
-        answer = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=WITHIN_S).stdout)
+        sent = "--header", "Content-Type: application/json", "--data", json.dumps(body)
+        answer = json.loads(curl(f"{served.url}/v1/completions", *sent))
         assert answer["choices"][0]["text"] == tiny.texts[1]
+        targets = ["curl", "--silent", "--noproxy", "*", f"{served.url}/metrics/targets"]
+        listed = json.loads(subprocess.run(targets, capture_output=True, check=True).stdout)
+        for one in listed:
+            told = ["curl", "--silent", "--noproxy", "*", f"http://{one['targets'][0]}/metrics"]
+            assert (
+                b"weald_kv_cache_usage_perc" in subprocess.run(told, capture_output=True, check=True).stdout
+            )
+        assert sorted(one["labels"]["service"] for one in listed) == ["weald-draft", "weald-verify"]
         replicas = served.replicas()
         assert [(row["role"], row["state"]) for row in replicas] == [
             ("draft", "running"),
@@ -108,6 +132,9 @@ def test_one_command_serves_and_others_show_it_and_scale_it(
         refused = weald("scale", "verify", 1000, "--address", served.ray, status=1)
         assert "verify" in refused
         assert len(served.replicas()) == 4
+    (request,) = requests(read(traces_of(described)))
+    assert {process.split()[0] for process in request.processes} == {f"weald-{role}" for role in ROLES}
+    assert sum(round.count(Attribute.COMMITTED) for round in request.rounds) == 160
 
 
 def test_everything_wrong_with_a_description_is_told_at_once(described: Path, tmp_path: Path) -> None:

@@ -364,15 +364,16 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 def test_figures_count_rounds_nodes_and_accepted_tokens_by_their_depth() -> None:
     choice = Choice(job(), 0)
+    moves = Moved(ReplicaKind.VERIFY, "verifier:2", True), Moved(ReplicaKind.DRAFT, "drafter:2", False)
     seen = [
         choice.take(event)
         for event in (
             Started("s-0", 9, 2, "verifier:1"),
             Round(3, (97,), 0, 1, 0, 0),  # the prefill's
             Round(4, (98, 99, 100), 6, 5, 0, 0, accepted=(1, 3)),
-            Moved(ReplicaKind.VERIFY, "verifier:2", lost=True),
+            moves[0],
             Round(7, (101,), 0, 1, 0, 0),  # a plain step
-            Moved(ReplicaKind.DRAFT, "drafter:2", lost=False),
+            moves[1],
             Round(8, (102, 103), 4, 4, 0, 0, accepted=(2,)),
             Round(10, (104,), 4, 4, 0, 0),
             Round(11, (105, 106), 9, 9, 0, 0, accepted=(1, 2), finish=LENGTH),
@@ -391,7 +392,7 @@ def test_figures_count_rounds_nodes_and_accepted_tokens_by_their_depth() -> None
         verified=4 + 3 + 3 + 8,
         accepted_per_position=(3, 2),
         verifier="verifier:2",
-        moves=2,
+        moves=moves,
     )
     assert (figures.accepted, figures.tau) == (5, 2.0)
 
@@ -418,7 +419,8 @@ def test_usage_sums_choices_and_counts_each_prompt_once() -> None:
 
 
 def test_the_weald_object_tells_what_the_rounds_did() -> None:
-    figures = Figures(3, 9, 10, 2, 5, 4, 8, 18, (3, 2), "verifier:2", 2)
+    moves = (Moved(ReplicaKind.DRAFT, "drafter:2", lost=True),) * 2
+    figures = Figures(3, 9, 10, 2, 5, 4, 8, 18, (3, 2), "verifier:2", moves)
     assert weald_object(figures).model_dump() == {
         "seed": 9,
         "rounds": 5,

@@ -37,7 +37,6 @@ def replies_of(*features: FeatureBlock | None) -> Replies:
         ),
         StepTimings(1, 2, 3, 4),
         Load(1, 2, 3),
-        "trace",
     )
 
 

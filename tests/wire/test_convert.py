@@ -128,7 +128,8 @@ def rounds(draw: st.DrawFn) -> Round:
     sizes = draw(st.tuples(u32, u32, u64, u64))
     finish = draw(st.sampled_from([None, *FinishReason]))
     logprobs = draw(st.just(()) | told(len(committed)))
-    return Round(draw(u32), committed, *sizes, draw(st.none() | trees()), draw(tokens), finish, logprobs)
+    tree, nodes = draw(st.none() | trees()), draw(u64)
+    return Round(draw(u32), committed, *sizes, tree, draw(tokens), finish, logprobs, nodes)
 
 
 sessions = st.builds(Session, names, prompts, sampling_params(), u64, tokens)
@@ -144,7 +145,6 @@ opens = st.builds(
 proposals = st.builds(
     Proposals,
     st.lists(st.builds(Proposal, names, u64, u32, u32, trees()), max_size=4).map(tuple),
-    traceparents,
 )
 requests: st.SearchStrategy[Request] = st.one_of(opens, proposals, st.builds(Close, names, u64))
 loads = st.builds(Load, u32, u32, u32)
@@ -157,7 +157,7 @@ errors = st.builds(
 responses: st.SearchStrategy[Features | Replies | Draining] = st.one_of(
     st.just(Draining()),
     st.builds(Features, names, u64, feature_blocks()),
-    st.builds(Replies, reply_lists(), st.builds(StepTimings, u64, u64, u64, u64), loads, traceparents),
+    st.builds(Replies, reply_lists(), st.builds(StepTimings, u64, u64, u64, u64), loads),
 )
 draft_configs = st.builds(
     DraftConfig,
@@ -328,7 +328,7 @@ def test_a_value_that_the_wire_cannot_carry_is_refused_before_it_is_sent(call: C
 def three_proposals() -> verify_pb2.Proposals:
     """Trees of one, two and three nodes."""
     found = tuple(Proposal(f"s{n}", n, n, n, DraftTree.chain(range(n))) for n in (1, 2, 3))
-    return convert.request_to_proto(Proposals(found, "trace")).proposals
+    return convert.request_to_proto(Proposals(found)).proposals
 
 
 def two_replies() -> verify_pb2.Replies:
@@ -336,7 +336,7 @@ def two_replies() -> verify_pb2.Replies:
     block = FeatureBlock(3, 2, 4, "bfloat16", bytes(range(16)))
     told = tuple(TokenLogprobs(-1.5, ((token, -1.5), (9, -2.0))) for token in (5, 6))
     found = (
-        Reply("a", 1, 1, 4, Outcome((5, 6), (2,), 3, None, told), 0b111, True, block, 9),
+        Reply("a", 1, 1, 4, Outcome((5, 6), (2,), 3, None, told), 0b111, True, block, 9, arrived_unix_ns=5),
         Reply("b", 1, 1, 4, Outcome((5,), (), 1, FinishReason.STOP), 1, False, None, 0),
     )
     return convert.response_to_proto(Replies(found, StepTimings(), Load())).replies
@@ -367,7 +367,6 @@ def test_a_malformed_tree_fails_its_session_and_no_other() -> None:
     first, _, third = convert.proposals_from_proto(three_proposals())
     read = convert.requests_from_proto(sent(verify_pb2.VerifyRequest(proposals=message)))
     assert isinstance(read[0], Proposals)
-    assert read[0].traceparent == "trace"
     assert [p.session for p in read[0].proposals] == ["s1", "s2"]
     failure = read[1]
     assert isinstance(failure, Failure)

@@ -45,7 +45,7 @@ def test_the_contract_is_in_order_and_the_generated_code_has_not_drifted() -> No
 
 def test_drift_is_found(checkout: Path) -> None:
     assert check(checkout).returncode == 0
-    edit(checkout / "protos/weald/v1/verify.proto", "string traceparent = 20;", "string trace = 20;")
+    edit(checkout / "protos/weald/v1/verify.proto", "string traceparent = 10;", "string trace = 10;")
     (checkout / "protos/weald/v1/old_pb2.py").touch()
     said = check(checkout).stderr
     for file in ("verify_pb2.py", "verify_pb2.pyi", "old_pb2.py"):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weald.v1 import session_pb2 as weald_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weald/v1/draft.proto\x12\x08weald.v1\x1a\x16weald/v1/session.proto\"\xa2\x01\n\x0b\x44raftConfig\x12\"\n\x05shape\x18\x01 \x01(\x0e\x32\x13.weald.v1.TreeShape\x12\x0e\n\x06levels\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x65\x61m\x18\x03 \x01(\r\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x64\x61ptive_levels\x18\x05 \x01(\x08\x12\x17\n\x0f\x61\x64\x61ptive_budget\x18\x06 \x01(\x08\x12\x0f\n\x07\x63oupled\x18\x07 \x01(\x08\"\xae\x02\n\x0fGenerateRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12(\n\x06params\x18\x04 \x01(\x0b\x32\x18.weald.v1.SamplingParams\x12\x13\n\x0bspeculative\x18\x05 \x01(\x08\x12)\n\x05\x64raft\x18\x06 \x01(\x0b\x32\x15.weald.v1.DraftConfigH\x00\x88\x01\x01\x12\x12\n\nwant_trees\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12$\n\x08priority\x18\t \x01(\x0e\x32\x12.weald.v1.Priority\x12\x14\n\x07\x63oupled\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_draftB\n\n\x08_coupled\"\xe1\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.weald.v1.StartedH\x00\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x0f.weald.v1.RoundH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.weald.v1.FinishedH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.weald.v1.MovedH\x00\x12\x32\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x1e.weald.v1.DraftServiceDrainingH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08verifier\x18\x04 \x01(\t\"K\n\x05Moved\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.weald.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x08\"\x16\n\x14\x44raftServiceDraining\"\x94\x02\n\x05Round\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x05 \x01(\x04\x12\x11\n\tverify_ns\x18\x06 \x01(\x04\x12&\n\x04tree\x18\x07 \x01(\x0b\x32\x13.weald.v1.DraftTreeH\x00\x88\x01\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x03(\r\x12&\n\x06\x66inish\x18\t \x01(\x0e\x32\x16.weald.v1.FinishReason\x12)\n\x08logprobs\x18\n \x01(\x0b\x32\x12.weald.v1.LogprobsH\x01\x88\x01\x01\x42\x07\n\x05_treeB\x0b\n\t_logprobs\"~\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.weald.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x1b\n\x19\x44raftServiceStatusRequest\"\x9f\x04\n\x1a\x44raftServiceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x11\n\tnum_pages\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x46\n\tverifiers\x18\x08 \x03(\x0b\x32\x33.weald.v1.DraftServiceStatusResponse.VerifiersEntry\x12\x44\n\x08\x63ounters\x18\t \x03(\x0b\x32\x32.weald.v1.DraftServiceStatusResponse.CountersEntry\x12<\n\x04\x63ost\x18\n \x03(\x0b\x32..weald.v1.DraftServiceStatusResponse.CostEntry\x12*\n\x0breliability\x18\x0b \x03(\x0b\x32\x15.weald.v1.Reliability\x1a\x30\n\x0eVerifiersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a+\n\tCostEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\x0bReliability\x12\x0c\n\x04\x62\x61nd\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\x01\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x01\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x01*l\n\tTreeShape\x12\x1a\n\x16TREE_SHAPE_UNSPECIFIED\x10\x00\x12\x16\n\x12TREE_SHAPE_DYNAMIC\x10\x01\x12\x15\n\x11TREE_SHAPE_STATIC\x10\x02\x12\x14\n\x10TREE_SHAPE_CHAIN\x10\x03*\\\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_KIND_DRAFT\x10\x01\x12\x17\n\x13REPLICA_KIND_VERIFY\x10\x02\x32\xa8\x01\n\x0c\x44raftService\x12\x43\n\x08Generate\x12\x19.weald.v1.GenerateRequest\x1a\x1a.weald.v1.GenerateResponse0\x01\x12S\n\x06Status\x12#.weald.v1.DraftServiceStatusRequest\x1a$.weald.v1.DraftServiceStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weald/v1/draft.proto\x12\x08weald.v1\x1a\x16weald/v1/session.proto\"\xa2\x01\n\x0b\x44raftConfig\x12\"\n\x05shape\x18\x01 \x01(\x0e\x32\x13.weald.v1.TreeShape\x12\x0e\n\x06levels\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x65\x61m\x18\x03 \x01(\r\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x64\x61ptive_levels\x18\x05 \x01(\x08\x12\x17\n\x0f\x61\x64\x61ptive_budget\x18\x06 \x01(\x08\x12\x0f\n\x07\x63oupled\x18\x07 \x01(\x08\"\xae\x02\n\x0fGenerateRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12(\n\x06params\x18\x04 \x01(\x0b\x32\x18.weald.v1.SamplingParams\x12\x13\n\x0bspeculative\x18\x05 \x01(\x08\x12)\n\x05\x64raft\x18\x06 \x01(\x0b\x32\x15.weald.v1.DraftConfigH\x00\x88\x01\x01\x12\x12\n\nwant_trees\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12$\n\x08priority\x18\t \x01(\x0e\x32\x12.weald.v1.Priority\x12\x14\n\x07\x63oupled\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_draftB\n\n\x08_coupled\"\xe1\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.weald.v1.StartedH\x00\x12 \n\x05round\x18\x02 \x01(\x0b\x32\x0f.weald.v1.RoundH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.weald.v1.FinishedH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.weald.v1.MovedH\x00\x12\x32\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x1e.weald.v1.DraftServiceDrainingH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08verifier\x18\x04 \x01(\t\"K\n\x05Moved\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.weald.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x08\"\x16\n\x14\x44raftServiceDraining\"\xa3\x02\n\x05Round\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x64raft_ns\x18\x05 \x01(\x04\x12\x11\n\tverify_ns\x18\x06 \x01(\x04\x12&\n\x04tree\x18\x07 \x01(\x0b\x32\x13.weald.v1.DraftTreeH\x00\x88\x01\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x03(\r\x12&\n\x06\x66inish\x18\t \x01(\x0e\x32\x16.weald.v1.FinishReason\x12)\n\x08logprobs\x18\n \x01(\x0b\x32\x12.weald.v1.LogprobsH\x01\x88\x01\x01\x12\r\n\x05nodes\x18\x0b \x01(\x06\x42\x07\n\x05_treeB\x0b\n\t_logprobs\"~\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.weald.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x1b\n\x19\x44raftServiceStatusRequest\"\x9f\x04\n\x1a\x44raftServiceStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x11\n\tnum_pages\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x46\n\tverifiers\x18\x08 \x03(\x0b\x32\x33.weald.v1.DraftServiceStatusResponse.VerifiersEntry\x12\x44\n\x08\x63ounters\x18\t \x03(\x0b\x32\x32.weald.v1.DraftServiceStatusResponse.CountersEntry\x12<\n\x04\x63ost\x18\n \x03(\x0b\x32..weald.v1.DraftServiceStatusResponse.CostEntry\x12*\n\x0breliability\x18\x0b \x03(\x0b\x32\x15.weald.v1.Reliability\x1a\x30\n\x0eVerifiersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a+\n\tCostEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\x0bReliability\x12\x0c\n\x04\x62\x61nd\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\x01\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x01\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x01*l\n\tTreeShape\x12\x1a\n\x16TREE_SHAPE_UNSPECIFIED\x10\x00\x12\x16\n\x12TREE_SHAPE_DYNAMIC\x10\x01\x12\x15\n\x11TREE_SHAPE_STATIC\x10\x02\x12\x14\n\x10TREE_SHAPE_CHAIN\x10\x03*\\\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_KIND_DRAFT\x10\x01\x12\x17\n\x13REPLICA_KIND_VERIFY\x10\x02\x32\xa8\x01\n\x0c\x44raftService\x12\x43\n\x08Generate\x12\x19.weald.v1.GenerateRequest\x1a\x1a.weald.v1.GenerateResponse0\x01\x12S\n\x06Status\x12#.weald.v1.DraftServiceStatusRequest\x1a$.weald.v1.DraftServiceStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICESTATUSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._loaded_options = None
   _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._serialized_options = b'8\001'
-  _globals['_TREESHAPE']._serialized_start=2021
-  _globals['_TREESHAPE']._serialized_end=2129
-  _globals['_REPLICAKIND']._serialized_start=2131
-  _globals['_REPLICAKIND']._serialized_end=2223
+  _globals['_TREESHAPE']._serialized_start=2036
+  _globals['_TREESHAPE']._serialized_end=2144
+  _globals['_REPLICAKIND']._serialized_start=2146
+  _globals['_REPLICAKIND']._serialized_end=2238
   _globals['_DRAFTCONFIG']._serialized_start=59
   _globals['_DRAFTCONFIG']._serialized_end=221
   _globals['_GENERATEREQUEST']._serialized_start=224
@@ -55,21 +55,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEDRAINING']._serialized_start=916
   _globals['_DRAFTSERVICEDRAINING']._serialized_end=938
   _globals['_ROUND']._serialized_start=941
-  _globals['_ROUND']._serialized_end=1217
-  _globals['_FINISHED']._serialized_start=1219
-  _globals['_FINISHED']._serialized_end=1345
-  _globals['_DRAFTSERVICESTATUSREQUEST']._serialized_start=1347
-  _globals['_DRAFTSERVICESTATUSREQUEST']._serialized_end=1374
-  _globals['_DRAFTSERVICESTATUSRESPONSE']._serialized_start=1377
-  _globals['_DRAFTSERVICESTATUSRESPONSE']._serialized_end=1920
-  _globals['_DRAFTSERVICESTATUSRESPONSE_VERIFIERSENTRY']._serialized_start=1778
-  _globals['_DRAFTSERVICESTATUSRESPONSE_VERIFIERSENTRY']._serialized_end=1826
-  _globals['_DRAFTSERVICESTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1828
-  _globals['_DRAFTSERVICESTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1875
-  _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._serialized_start=1877
-  _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._serialized_end=1920
-  _globals['_RELIABILITY']._serialized_start=1922
-  _globals['_RELIABILITY']._serialized_end=2019
-  _globals['_DRAFTSERVICE']._serialized_start=2226
-  _globals['_DRAFTSERVICE']._serialized_end=2394
+  _globals['_ROUND']._serialized_end=1232
+  _globals['_FINISHED']._serialized_start=1234
+  _globals['_FINISHED']._serialized_end=1360
+  _globals['_DRAFTSERVICESTATUSREQUEST']._serialized_start=1362
+  _globals['_DRAFTSERVICESTATUSREQUEST']._serialized_end=1389
+  _globals['_DRAFTSERVICESTATUSRESPONSE']._serialized_start=1392
+  _globals['_DRAFTSERVICESTATUSRESPONSE']._serialized_end=1935
+  _globals['_DRAFTSERVICESTATUSRESPONSE_VERIFIERSENTRY']._serialized_start=1793
+  _globals['_DRAFTSERVICESTATUSRESPONSE_VERIFIERSENTRY']._serialized_end=1841
+  _globals['_DRAFTSERVICESTATUSRESPONSE_COUNTERSENTRY']._serialized_start=1843
+  _globals['_DRAFTSERVICESTATUSRESPONSE_COUNTERSENTRY']._serialized_end=1890
+  _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._serialized_start=1892
+  _globals['_DRAFTSERVICESTATUSRESPONSE_COSTENTRY']._serialized_end=1935
+  _globals['_RELIABILITY']._serialized_start=1937
+  _globals['_RELIABILITY']._serialized_end=2034
+  _globals['_DRAFTSERVICE']._serialized_start=2241
+  _globals['_DRAFTSERVICE']._serialized_end=2409
 # @@protoc_insertion_point(module_scope)

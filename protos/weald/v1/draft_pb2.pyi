@@ -111,7 +111,7 @@ class DraftServiceDraining(_message.Message):
     def __init__(self) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("position", "tokens", "drafted", "verified", "draft_ns", "verify_ns", "tree", "accepted", "finish", "logprobs")
+    __slots__ = ("position", "tokens", "drafted", "verified", "draft_ns", "verify_ns", "tree", "accepted", "finish", "logprobs", "nodes")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class Round(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     drafted: int
@@ -132,7 +133,8 @@ class Round(_message.Message):
     accepted: _containers.RepeatedScalarFieldContainer[int]
     finish: _session_pb2.FinishReason
     logprobs: _session_pb2.Logprobs
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., verified: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., tree: _Optional[_Union[_session_pb2.DraftTree, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_session_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    nodes: int
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., verified: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., tree: _Optional[_Union[_session_pb2.DraftTree, _Mapping]] = ..., accepted: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_session_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ..., nodes: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "prompt_tokens", "output_tokens", "cached_tokens")

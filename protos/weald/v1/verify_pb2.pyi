@@ -58,7 +58,7 @@ class Open(_message.Message):
     def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., params: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., speculative: _Optional[bool] = ..., features_from: _Optional[int] = ..., traceparent: _Optional[str] = ..., priced: _Optional[bool] = ..., priority: _Optional[_Union[_session_pb2.Priority, str]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("sessions", "epochs", "rounds", "root_positions", "sizes", "tokens", "parents", "confidences", "traceparent")
+    __slots__ = ("sessions", "epochs", "rounds", "root_positions", "sizes", "tokens", "parents", "confidences")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -67,7 +67,6 @@ class Proposals(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedScalarFieldContainer[str]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     rounds: _containers.RepeatedScalarFieldContainer[int]
@@ -76,8 +75,7 @@ class Proposals(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     confidences: _containers.RepeatedScalarFieldContainer[float]
-    traceparent: str
-    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., root_positions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., root_positions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "epoch")
@@ -106,7 +104,7 @@ class Features(_message.Message):
     def __init__(self, session: _Optional[str] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[int] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Replies(_message.Message):
-    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "traceparent", "logprob_counts", "logprobs", "prices", "paces")
+    __slots__ = ("sessions", "epochs", "rounds", "positions", "token_counts", "tokens", "accepted_counts", "accepted", "finishes", "nodes", "wanted", "turnarounds_ns", "feature_starts", "feature_rows", "feature_width", "feature_dtype", "feature_data", "timings", "load", "logprob_counts", "logprobs", "prices", "paces", "arrived_unix_ns")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -126,11 +124,11 @@ class Replies(_message.Message):
     FEATURE_DATA_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_COUNTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRICES_FIELD_NUMBER: _ClassVar[int]
     PACES_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedScalarFieldContainer[str]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     rounds: _containers.RepeatedScalarFieldContainer[int]
@@ -150,12 +148,12 @@ class Replies(_message.Message):
     feature_data: bytes
     timings: StepTimings
     load: _session_pb2.Load
-    traceparent: str
     logprob_counts: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _session_pb2.Logprobs
     prices: _containers.RepeatedScalarFieldContainer[float]
     paces: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., traceparent: _Optional[str] = ..., logprob_counts: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ..., prices: _Optional[_Iterable[float]] = ..., paces: _Optional[_Iterable[float]] = ...) -> None: ...
+    arrived_unix_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., rounds: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[_session_pb2.FinishReason, str]]] = ..., nodes: _Optional[_Iterable[int]] = ..., wanted: _Optional[_Iterable[bool]] = ..., turnarounds_ns: _Optional[_Iterable[int]] = ..., feature_starts: _Optional[_Iterable[int]] = ..., feature_rows: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[_Union[_session_pb2.FeatureDtype, str]] = ..., feature_data: _Optional[bytes] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.Load, _Mapping]] = ..., logprob_counts: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_session_pb2.Logprobs, _Mapping]] = ..., prices: _Optional[_Iterable[float]] = ..., paces: _Optional[_Iterable[float]] = ..., arrived_unix_ns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queue_ns", "forward_ns", "accept_ns", "commit_ns")
