@@ -1,6 +1,7 @@
 """Traces in files, in the JSON encoding of OTLP: a line for each batch of spans of a process."""
 
 import json
+import logging
 import os
 import queue
 import threading
@@ -14,7 +15,10 @@ from services.types.errors import invalid
 
 PERIOD_S = 0.5
 """What a process that dies has told of itself is written up to so long before."""
+MOST = 1 << 16
+"""Spans that wait for the file; more are dropped."""
 SCOPE = "weald"
+_log = logging.getLogger(__name__)
 _INTERNAL, _SERVER = 1, 2
 _ERROR = 2
 
@@ -39,13 +43,15 @@ class TraceFile:
             raise invalid(f"traces cannot be written to {path}: {error}; name another file") from error
         self._resource = {"attributes": _attributes(resource)}
         self._spans: queue.SimpleQueue[Span] = queue.SimpleQueue()
+        self._failed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def put(self, span: Span) -> None:
         """Take a span, from any thread."""
-        self._spans.put(span)
+        if self._spans.qsize() < MOST:
+            self._spans.put(span)
 
     def close(self) -> None:
         """Write what is left."""
@@ -63,8 +69,13 @@ class TraceFile:
         if spans:
             scoped = {"scope": {"name": SCOPE}, "spans": spans}
             batch = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]}
-            # In one piece: others append to the same file.
-            os.write(self._file, json.dumps(batch, separators=(",", ":")).encode() + b"\n")
+            try:
+                # In one piece: others append to the same file.
+                os.write(self._file, json.dumps(batch, separators=(",", ":")).encode() + b"\n")
+            except OSError as error:
+                if not self._failed:
+                    _log.warning("spans are lost, their file cannot be written: %s; make room for it", error)
+                self._failed = True
 
 
 @dataclass(frozen=True, slots=True)

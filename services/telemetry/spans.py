@@ -13,7 +13,7 @@ from services.telemetry.names import Attribute, EventName
 from services.types.messages import Moved
 
 Value = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,13 @@ class Trace:
     def parse(cls, traceparent: str) -> Self | None:
         """Of a `traceparent`; None of anything else."""
         match = _TRACEPARENT.fullmatch(traceparent)
-        if match is None or not int(match[1], 16) or not int(match[2], 16):
+        if match is None:
             return None
-        return cls(match[1], match[2], bool(int(match[3], 16) & 1))
+        version, id, span, flags, more = match.groups()
+        # Later versions may say more.
+        if not int(id, 16) or not int(span, 16) or (more and version == "00"):
+            return None
+        return cls(id, span, bool(int(flags, 16) & 1))
 
     @classmethod
     def begin(cls, ratio: float) -> Self:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.telemetry.names import Attribute, SpanName
-from services.telemetry.spans import Span, Trace, unix_ns
+from services.telemetry.spans import Span, Trace, Value, unix_ns
 from services.types.messages import StepTimings
 from services.verify.scheduler import Seat, Step
 
@@ -52,16 +52,19 @@ def spans_of(
     for lasted in (timings.forward, timings.accept, timings.commit):
         ends.append(ends[-1] + lasted)
     began, forwarded, accepted, committed = map(unix_ns, ends)
+    steps = (
+        (SpanName.FORWARD, began, forwarded),
+        (SpanName.ACCEPT, forwarded, accepted),
+        (SpanName.COMMIT, accepted, committed),
+        (SpanName.REPLY, committed, unix_ns(sent_ns)),
+    )
     for one in rounds:
         others = tuple(other.round for other in rounds if other is not one)[:MOST_LINKS]
-        attributes = {Attribute.STEP_SESSIONS: sessions, Attribute.STEP_TOKENS: one.tokens}
-
-        def part(name: SpanName, begin: int, end: int, **more: object) -> Span:
-            return Span(name, one.round.child(), one.round.span, begin, end, **more)  # type: ignore[arg-type]  # noqa: B023
-
-        if one.arrived_ns is not None:
-            yield part(SpanName.QUEUE, unix_ns(one.arrived_ns), began)
-        yield part(SpanName.FORWARD, began, forwarded, attributes=attributes, links=others)
-        yield part(SpanName.ACCEPT, forwarded, accepted)
-        yield part(SpanName.COMMIT, accepted, committed)
-        yield part(SpanName.REPLY, committed, unix_ns(sent_ns))
+        shared: dict[str, Value] = {
+            Attribute.STEP_SESSIONS: sessions,
+            Attribute.STEP_TOKENS: one.tokens,
+        }
+        queued = () if one.arrived_ns is None else ((SpanName.QUEUE, unix_ns(one.arrived_ns), began),)
+        for name, begin, end in (*queued, *steps):
+            told, links = (shared, others) if name is SpanName.FORWARD else ({}, ())
+            yield Span(name, one.round.child(), one.round.span, begin, end, told, links=links)

@@ -39,6 +39,9 @@ PATHS = {
     "/ready": "GET",
     "/version": "GET",
     "/metrics": "GET",
+    "/metrics/targets": "GET",
+    "/replicas": "GET",
+    "/ui": "GET",
 }
 
 

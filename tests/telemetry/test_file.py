@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.telemetry.file import TraceFile, read
+from services.telemetry.file import PERIOD_S, TraceFile, read
 from services.telemetry.spans import Event, Span, Trace
 from services.types.errors import ErrorCode, WealdError
 
@@ -143,3 +144,23 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WealdError, match="name another file"):
         TraceFile(tmp_path / "file" / "traces.jsonl", {})
+
+
+def test_a_disk_that_is_full_costs_spans_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    file = TraceFile(Path("/dev/full"), {})
+    for _ in range(2):
+        file.put(Span("a", Trace("1" * 32, "2" * 16, True), "", 1, 2))
+        time.sleep(1.2 * PERIOD_S)
+    file.close()
+    (said,) = caplog.messages
+    assert "spans are lost" in said
+
+
+def test_spans_that_pile_up_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.telemetry.file.MOST", 3)
+    monkeypatch.setattr("services.telemetry.file.PERIOD_S", 60.0)
+    file = TraceFile(tmp_path / "t.jsonl", {})
+    for at in range(9):
+        file.put(Span("a", Trace("1" * 32, "2" * 16, True), "", at, at))
+    file.close()
+    assert [one.span.begin_ns for one in read(tmp_path / "t.jsonl")] == [0, 1, 2]

@@ -19,10 +19,19 @@ def test_a_trace_is_what_its_traceparent_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["", "00-1-2-01", TRACE.upper(), TRACE + "-x", f"00-{'0' * 32}-b7ad6b7169203331-01"]
+    "header",
+    [
+        *("", "00-1-2-01", TRACE.upper(), TRACE + "-x", "ff" + TRACE[2:], "cc" + TRACE[2:] + "x"),
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        f"00-{'1' * 32}-{'0' * 16}-01",
+    ],
 )
 def test_what_is_no_traceparent_is_no_trace(header: str) -> None:
     assert Trace.parse(header) is None
+
+
+def test_what_a_later_version_of_a_traceparent_says_besides_is_not_read() -> None:
+    assert Trace.parse("cc" + TRACE[2:] + "-what-comes-next") == Trace.parse(TRACE)
 
 
 def test_a_request_goes_on_below_the_trace_it_came_with_and_is_sampled_as_that_is() -> None:
