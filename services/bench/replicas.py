@@ -158,7 +158,7 @@ def _become(arguments: list[str], line: Connection, log: Path, orders: Path | No
 
     if orders:
         obey(orders)
-    app([*arguments, "--log-level", "info"])
+    app(arguments)
 
 
 def _end_with_owner() -> None:

@@ -47,7 +47,8 @@ class Victim:
         self.running = False
         """Whether it serves, frozen or not."""
         self.frozen = False
-        self._arguments = (kind, *arguments, "--port", 0, "--advertise", proxy.address)
+        place = "--port", 0, "--advertise", proxy.address
+        self._arguments = (kind, *arguments, *place, "--log-level", "info")
         self._log = log / f"{name}.log"
         self._file = log / f"{name}.orders"
         self.orders = Orders(self._file)

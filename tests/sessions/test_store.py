@@ -393,7 +393,7 @@ class Witness:
         if found is None:
             return None
         given = self._given(found.session.id)
-        if found.epoch > given[-1] + MOVES:
+        if found.epoch >= given[-1] + MOVES:
             given.append(found.epoch)
         under = max(epoch for epoch in given if epoch <= found.epoch)
         return replace(found, epoch=0), given.index(under), found.epoch - under
