@@ -3,30 +3,36 @@
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ray import serve
 from ray.serve import Application, Deployment
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig
 
 import weald
-from cluster.configuration import EMBEDDED, ClusterConfig, Draft, Gateway, Replicas, Resources, Verify, parse
+from cluster.configuration import (
+    EMBEDDED,
+    ClusterConfig,
+    Draft,
+    Gateway,
+    Kind,
+    Replicas,
+    Resources,
+    Verify,
+    parse,
+)
 from cluster.draft import DraftReplica
 from cluster.gateway import GatewayReplica
+from cluster.manifest import APPLICATIONS, autoscaling
 from cluster.planning import Node, can_surge, verify_placement
-from cluster.scaling import LoadPolicy
 from cluster.verify import VerifyReplica
 from services.types.errors import invalid
 
-NAME = "weald"
-"""Of the application."""
+NAME = APPLICATIONS["gateway"]
+"""Of the application, or of the one that answers."""
 HEALTH_S = 2.0
 """Between two checks of a replica."""
 HEALTH_WITHIN_S = 10.0
-REPORT_S = 1.0
-"""Between two reports of a replica's load."""
-LOOK_BACK_S = 2.0
-"""Over which it is averaged; what decides is how long it lasts."""
 STOP_S = 10.0
 """For a replica to end, once its sessions have left."""
 
@@ -44,6 +50,21 @@ def build(args: Mapping[str, Any]) -> Application:
     return application(config, config, ())
 
 
+def verify(args: Mapping[str, Any]) -> Application:
+    """The verify replicas alone, as `cluster.manifest` describes them. Raises as `build` does."""
+    return _alone("verify", args)
+
+
+def draft(args: Mapping[str, Any]) -> Application:
+    """The draft replicas alone, likewise. Raises as `build` does."""
+    return _alone("draft", args)
+
+
+def gateway(args: Mapping[str, Any]) -> Application:
+    """The gateways alone, likewise. Raises as `build` does."""
+    return _alone("gateway", args)
+
+
 def application(config: ClusterConfig, before: ClusterConfig, nodes: Sequence[Node]) -> Application:
     """The application of a description, placed as the nodes allow.
 
@@ -57,48 +78,63 @@ def application(config: ClusterConfig, before: ClusterConfig, nodes: Sequence[No
     Raises:
         WealdError: `INVALID_ARGUMENT` without a store that the replicas can reach.
     """
+
+    def bound(kind: Kind, *behind: Application) -> Application:
+        surge = 100 if nodes and can_surge(kind, before, config, nodes) else 0
+        deployment = _options(kind, config, nodes).options(max_surge_percent=surge)
+        return deployment.bind(concern(kind, config), *behind)
+
+    _refuse_embedded(config)
+    return bound("gateway", bound("draft"), bound("verify"))
+
+
+def concern(kind: Kind, config: ClusterConfig) -> ClusterConfig:
+    """What of a description concerns the replicas of a kind; their number does not."""
+    common = {"speculative_model": None, "draft": Draft(), "gateway": Gateway(), "verify": Verify()}
+    one = {"replicas": 1 if kind == "gateway" else Replicas()}
+    own: dict[str, Any] = {kind: getattr(config, kind).model_copy(update=one)}
+    if kind == "draft":
+        own["speculative_model"] = config.speculative_model
+    return config.model_copy(update=common | own)
+
+
+def _alone(kind: Kind, args: Mapping[str, Any]) -> Application:
+    config = parse(args)
+    _refuse_embedded(config)
+    return _options(kind, config, ()).options(max_surge_percent=0).bind(concern(kind, config))
+
+
+def _refuse_embedded(config: ClusterConfig) -> None:
     if config.store == EMBEDDED:
         raise invalid(
             "store: an embedded Redis ends with the command that starts it, so it is for `weald serve` "
             "without --address; name one that stays, like redis://HOST:PORT"
         )
-    common = config.model_copy(
-        update={"speculative_model": None, "draft": Draft(), "gateway": Gateway(), "verify": Verify()}
-    )
-    one = Replicas()
-    for_verify = common.model_copy(update={"verify": config.verify.model_copy(update={"replicas": one})})
-    for_draft = common.model_copy(
-        update={
-            "speculative_model": config.speculative_model,
-            "draft": config.draft.model_copy(update={"replicas": one}),
-        }
-    )
-    for_gateway = common.model_copy(update={"gateway": config.gateway.model_copy(update={"replicas": 1})})
-    kinds: tuple[Literal["verify", "draft", "gateway"], ...] = ("verify", "draft", "gateway")
-    surge = {key: 100 if nodes and can_surge(key, before, config, nodes) else 0 for key in kinds}
-    placement = verify_placement(config, nodes)
-    each = config.verify.resources
-    verify = _deployment(VerifyReplica, "Verify", for_verify).options(
-        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
-        placement_group_strategy=placement.strategy,
-        placement_group_bundle_label_selector=[dict(one) for one in placement.label_selectors],
-        ray_actor_options=_actor(each, {}),
-        **_number(config.verify.replicas),
-        max_surge_percent=surge["verify"],
-    )
-    draft = _deployment(DraftReplica, "Draft", for_draft).options(
-        ray_actor_options=_actor(config.draft.resources, config.draft.resources.selector),
-        **_number(config.draft.replicas),
-        max_surge_percent=surge["draft"],
-    )
-    gateway = _deployment(GatewayReplica, "Gateway", for_gateway).options(
-        ray_actor_options=_actor(config.gateway.resources, config.gateway.resources.selector),
-        num_replicas=config.gateway.replicas,
-        max_ongoing_requests=config.gateway.max_concurrent_requests + config.gateway.max_queued_requests,
-        max_surge_percent=surge["gateway"],
+
+
+def _options(kind: Kind, config: ClusterConfig, nodes: Sequence[Node]) -> Deployment:
+    """The deployment of a kind, its number and its place."""
+    if kind == "verify":
+        placement = verify_placement(config, nodes)
+        return _deployment(VerifyReplica, "Verify", concern(kind, config)).options(
+            placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
+            placement_group_strategy=placement.strategy,
+            placement_group_bundle_label_selector=[dict(one) for one in placement.label_selectors],
+            ray_actor_options=_actor(config.verify.resources, {}),
+            **_number(config.verify.replicas),
+        )
+    if kind == "draft":
+        return _deployment(DraftReplica, "Draft", concern(kind, config)).options(
+            ray_actor_options=_actor(config.draft.resources, config.draft.resources.selector),
+            **_number(config.draft.replicas),
+        )
+    each = config.gateway
+    return _deployment(GatewayReplica, "Gateway", concern(kind, config)).options(
+        ray_actor_options=_actor(each.resources, each.resources.selector),
+        num_replicas=each.replicas,
+        max_ongoing_requests=each.max_concurrent_requests + each.max_queued_requests,
         user_config=config.model_dump(mode="json"),
     )
-    return gateway.bind(for_gateway, draft.bind(for_draft), verify.bind(for_verify))
 
 
 def _deployment(kind: type, name: str, config: ClusterConfig) -> Deployment:
@@ -128,25 +164,7 @@ def _actor(each: Resources, selector: Mapping[str, str]) -> dict[str, Any]:
 def _number(replicas: Replicas) -> dict[str, Any]:
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
-    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
-        policy_function=LoadPolicy,
-        policy_kwargs={
-            "target_load": replicas.target_load,
-            "upscale_delay_s": replicas.upscale_delay_s,
-            "downscale_delay_s": replicas.downscale_delay_s,
-        },
-    )
     with warnings.catch_warnings():
         # It would have the interval in the environment of every node.
         warnings.simplefilter("ignore", DeprecationWarning)
-        scaling = AutoscalingConfig(
-            min_replicas=replicas.min,
-            max_replicas=replicas.max,
-            metrics_interval_s=REPORT_S,
-            look_back_period_s=LOOK_BACK_S,
-            # The policy has delays of its own; Serve would add these to them.
-            upscale_delay_s=0,
-            downscale_delay_s=0,
-            policy=policy,
-        )
-    return {"autoscaling_config": scaling}
+        return {"autoscaling_config": AutoscalingConfig(**autoscaling(replicas))}

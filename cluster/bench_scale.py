@@ -31,7 +31,7 @@ from services.local.models import load as load_models
 from services.sessions.opening import opened
 from services.sessions.store import Store
 from services.types.errors import WealdError
-from services.types.replica import Replica, ReplicaKind
+from services.types.replica import SIDES, Replica, ReplicaKind
 from services.types.sampling import SamplingParams
 from services.types.session import Session
 from services.wire.channel import connect
@@ -232,7 +232,7 @@ class Observer:
         """Both sides now."""
         states = await asyncio.to_thread(serve.status)
         sides = {}
-        for kind in ReplicaKind:
+        for kind in SIDES:
             counts = states.applications[NAME].deployments[kind.capitalize()].replica_states
             listed = [one for one in await self._store.replicas(kind) if not one.draining]
             loads = await asyncio.gather(*map(self._load, listed))
@@ -308,7 +308,7 @@ class Course:
             "failed": len(self.answers.failed),
             "changed": self.answers.changed,
         }
-        for kind in ReplicaKind:
+        for kind in SIDES:
             row |= {f"{kind}_replicas": end[kind].running, f"{kind}_after_s": self.reached(kind)}
         return row
 
@@ -379,7 +379,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         counts = [str(row[name]) for name in ("callers", "requests", "failed", "changed")]
         replicas = []
-        for kind in ReplicaKind:
+        for kind in SIDES:
             after = row[f"{kind}_after_s"]
             count = str(row[f"{kind}_replicas"])
             replicas.append(count if after is None else f"{count} in {after:.0f} s")

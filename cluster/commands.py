@@ -131,12 +131,42 @@ def check(config: File = None, address: Address = None) -> None:
     typer.echo(f"{config}: nothing is wrong")
 
 
+def manifest(config: File = None) -> None:
+    """Print what a RayService is told of a description: its field serveConfigV2."""
+    if config is None:
+        raise invalid("name the description with --config")
+    from cluster.configuration import loaded
+    from cluster.manifest import manifest as of
+
+    typer.echo(
+        f"# Written by `weald manifest --config {config.name}`: change that file, then write this one anew."
+    )
+    typer.echo(of(loaded(config)), nl=False)
+
+
+def drain(
+    within: Annotated[float, typer.Option(min=0, help="Seconds that the replicas here have for it.")] = 60.0,
+    address: Running = RUNNING,
+) -> None:
+    """Let the replicas on this node go on elsewhere, before the node ends: the preStop hook of a pod."""
+    _show_token()
+    from cluster.launch import connected, here, vacate
+
+    with connected(address):
+        left = vacate(here(), within)
+    typer.echo(f"{left} replicas are still here" if left else "no replica is here")
+
+
 def scale(
     kind: Annotated[ReplicaKind, typer.Argument(help="draft or verify.")],
     replicas: Annotated[str, typer.Argument(metavar="N|MIN:MAX", help="So many, or as load asks.")],
     address: Running = RUNNING,
 ) -> None:
     """Change how many replicas a running application has; those that go hand over their sessions."""
+    if kind is ReplicaKind.GATEWAY:
+        raise invalid(
+            "gateways do not scale by load; write gateway.replicas in weald.yaml, then `weald serve`"
+        )
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", replicas)
     if not match:
         raise invalid(f"{replicas!r} is no number of replicas; write 2, or 1:4 for as many as load asks for")

@@ -11,7 +11,10 @@ from services.cli.options import memory_size
 from services.telemetry.logs import LogFormat, LogLevel, log_to_stderr
 from services.types.configuration import DraftConfig, Tracing, TreeShape, VerifyLimits, sized
 from services.types.errors import WealdError, invalid
+from services.wire.transport import Tls
 
+Kind = Literal["verify", "draft", "gateway"]
+"""Of the replicas, as the file's keys."""
 EMBEDDED = "embedded"
 """A Redis of this machine alone, which `weald serve` starts and stops."""
 
@@ -171,6 +174,16 @@ class Telemetry(_Part):
         return Tracing(self.trace_file, self.otlp_traces_endpoint, self.trace_ratio, self.trace_content)
 
 
+class MutualTls(_Part):
+    """Files in PEM that every node has, for the connections between gateways, draft and verify replicas."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+    name: str = "weald"
+    """What all certificates are issued to: addresses of replicas are not known before they run."""
+
+
 class ClusterConfig(_Part):
     """A cluster: what is served, by how many replicas, on what."""
 
@@ -187,6 +200,14 @@ class ClusterConfig(_Part):
     draft: Draft = Draft()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()
+    tls: MutualTls | None = None
+    """None: replicas talk in the clear."""
+
+    @property
+    def links(self) -> Tls | None:
+        """Of the connections between replicas."""
+        tls = self.tls
+        return Tls(tls.certificate, tls.key, tls.authority, tls.name) if tls else None
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
@@ -207,7 +228,7 @@ def read(file: Path | None, given: Mapping[str, Any]) -> ClusterConfig:
     Raises:
         WealdError: `INVALID_ARGUMENT` that names every unknown key and every value out of range.
     """
-    return parse(_merged(_loaded(file) if file else {}, given))
+    return parse(_merged(loaded(file) if file else {}, given))
 
 
 def parse(values: Mapping[str, Any]) -> ClusterConfig:
@@ -223,7 +244,8 @@ def _told(place: tuple[str | int, ...], what: str) -> str:
     return f"{'.'.join(map(str, place)) or 'it'}: {what.removeprefix('Value error, ')}"
 
 
-def _loaded(file: Path) -> Mapping[str, Any]:
+def loaded(file: Path) -> Mapping[str, Any]:
+    """What a YAML file holds. Raises `WealdError(INVALID_ARGUMENT)` when that is no keys and values."""
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:

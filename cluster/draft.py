@@ -29,7 +29,7 @@ class DraftReplica:
         config.telemetry.log()
         self._service, self._status = await asyncio.to_thread(self._load)
         self._serving = await Serving.started(self._run)
-        self._channel = connect(placed(0).address(self._serving.port))
+        self._channel = connect(placed(0).address(self._serving.port), self._config.links)
         self._counted = time.monotonic(), self._drafted_ns()
         # In an update the replicas before this one stay until it can serve.
         await ready(self._linked)
@@ -55,7 +55,8 @@ class DraftReplica:
     async def _run(self, told: Callable[[int], None], stopping: asyncio.Event) -> None:
         place = placed(self._config.drain)
         async with opened(self._config.store) as store:
-            await run(self._service, self._status, place, store, (), None, told, stopping)
+            links = self._config.links
+            await run(self._service, self._status, place, store, (), links, told, stopping)
 
     async def check_health(self) -> None:
         """Raises when the head hangs, or the server does not answer."""

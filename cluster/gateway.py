@@ -1,18 +1,25 @@
 """The deployment of gateways, the application's ingress."""
 
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cluster.configuration import ClusterConfig
-from cluster.serving import ready
+from cluster.serving import placed, ready
 from services.cli.gateway import keys_of
 from services.engine.names import find_text
 from services.gateway.app import Gateway, Settings, create_app
 from services.gateway.limits import Limits
+from services.sessions.opening import opened
+from services.sessions.registry import announce
+from services.telemetry.metrics import exposed
+from services.types.replica import Replica, ReplicaKind
 
 
 @serve.ingress()
@@ -36,10 +43,12 @@ class GatewayReplica:
                 gateway.max_request_size,
                 gateway.request_timeout,
             ),
+            tls=config.links,
             tracing=config.telemetry.tracing,
         )
         self._stack = AsyncExitStack()
         self._gateway = await self._stack.enter_async_context(Gateway.opened(settings))
+        await self._stack.enter_async_context(_listed(config, self._gateway.metrics.registry))
         self._description: dict[str, Any] = {}
         # In an update the gateways before this one stay until it can serve.
         await ready(self._gateway.readiness.now)
@@ -57,3 +66,18 @@ class GatewayReplica:
 
     async def __del__(self) -> None:
         await self._stack.aclose()
+
+
+@asynccontextmanager
+async def _listed(config: ClusterConfig, registry: CollectorRegistry) -> AsyncIterator[None]:
+    """Expose metrics at a port of their own, listed: behind Serve's proxies nobody chooses whom to ask."""
+    place = placed(0)
+    with exposed(place, 0, registry) as address:
+        replica = Replica(ReplicaKind.GATEWAY, address, b"", config.model, node=place.node, metrics=address)
+        async with opened(config.store) as store:
+            announcing = asyncio.create_task(announce(store, lambda: replica))
+            try:
+                yield
+            finally:
+                announcing.cancel()
+                await asyncio.gather(announcing, return_exceptions=True)

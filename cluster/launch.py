@@ -2,13 +2,17 @@
 
 import asyncio
 import logging
+import math
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,17 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatusOverview
 
 from cluster.app import NAME, application
 from cluster.checking import problems
 from cluster.configuration import EMBEDDED, ClusterConfig, parse
+from cluster.manifest import APPLICATIONS
 from cluster.planning import Node, steps
 from services.engine.ranks import free_port
 from services.sessions.embedded import embedded
+from services.sessions.opening import opened
+from services.sessions.registry import everyone
 from services.types.errors import ErrorCode, WealdError, invalid
 
 LOCAL = "local"
@@ -125,6 +133,11 @@ def deploy(config: ClusterConfig) -> str:
         config = config.model_copy(
             update={"gateway": config.gateway.model_copy(update={"port": free_port()})}
         )
+    if declared():
+        raise invalid(
+            "a RayService describes what runs here; change its weald.yaml, then apply what `weald manifest` "
+            "makes of it"
+        )
     found, running = nodes(), NAME in serve.status().applications
     if wrong := asyncio.run(problems(config, found, running=running)):
         raise invalid("; ".join(wrong))
@@ -142,6 +155,18 @@ def deploy(config: ClusterConfig) -> str:
     return url
 
 
+def deployments() -> dict[str, DeploymentStatusOverview]:
+    """What Serve says of the deployments of the application that runs, by name."""
+    applications = serve.status().applications
+    running = [applications[name] for name in APPLICATIONS.values() if name in applications]
+    return {name: one for application in running for name, one in application.deployments.items()}
+
+
+def declared() -> bool:
+    """Whether what runs was described by `weald manifest`: an application of each kind."""
+    return APPLICATIONS["verify"] in serve.status().applications
+
+
 def described() -> ClusterConfig:
     """What the application that runs was last given.
 
@@ -149,6 +174,46 @@ def described() -> ClusterConfig:
         WealdError: `UNAVAILABLE` when none runs.
     """
     return parse(_gateway().description.remote().result(timeout_s=ANSWER_S))
+
+
+def here() -> str:
+    """The id of the node that this process runs on."""
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
+
+
+def vacate(node: str, within_s: float) -> int:
+    """Let Serve move the replicas of a node elsewhere, as far as there is room; how many are left then.
+
+    The node takes none again. What has found no room is told to end before the time is over, too.
+
+    Args:
+        node: its id.
+        within_s: seconds, after which the node ends.
+
+    Raises:
+        WealdError: `UNAVAILABLE` when no application runs, or Ray does not let the node go.
+    """
+    store, deadline = described().store, time.monotonic() + within_s
+    options = {
+        "--address": ray.get_runtime_context().gcs_address,
+        "--node-id": node,
+        "--reason": "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message": "its pod ends",
+        "--deadline-remaining-seconds": str(math.ceil(within_s)),
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *chain(*options.items())]
+    told = subprocess.run(command, capture_output=True, text=True)
+    if told.returncode:
+        raise WealdError(ErrorCode.UNAVAILABLE, f"Ray does not let this node go: {told.stderr.strip()}")
+    while (left := asyncio.run(_living(store, node))) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+async def _living(store: str, node: str) -> int:
+    async with opened(store) as sessions:
+        return sum(one.node == node for one in await everyone(sessions))
 
 
 def _gateway() -> DeploymentHandle[Any]:

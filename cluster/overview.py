@@ -5,30 +5,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray import serve
 from rich.table import Table
 
 from cluster.app import NAME
-from cluster.launch import described
+from cluster.launch import deployments, described
 from services.sessions.opening import opened
+from services.sessions.registry import everyone
 from services.types.errors import WealdError
 from services.types.replica import Replica, ReplicaKind
 from services.wire.channel import connect
 from services.wire.clients import DraftClient, VerifyClient
+from services.wire.transport import Tls
 
 ANSWER_S = 2.0
 
 
 def overview() -> list[dict[str, Any]]:
-    """A row for each replica: those that the registry lists as they answer, and the gateways.
+    """A row for each replica: those that the registry lists as they answer, and those on their way.
 
     Raises:
         WealdError: `UNAVAILABLE` when no application runs.
     """
     config = described()
     names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    rows = asyncio.run(_replicas(config.store))
-    states = serve.status().applications[NAME].deployments
+    rows = asyncio.run(_replicas(config.store, config.links))
+    states = deployments()
     for role, deployment in states.items():
         listed = sum(row["role"] == role.lower() for row in rows)
         for state, count in deployment.replica_states.items():
@@ -49,16 +50,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-async def _replicas(store: str) -> list[dict[str, Any]]:
+async def _replicas(store: str, tls: Tls | None) -> list[dict[str, Any]]:
     async with opened(store) as sessions:
-        listed = [replica for kind in ReplicaKind for replica in await sessions.replicas(kind)]
-    return list(await asyncio.gather(*map(_asked, listed)))
+        listed = await everyone(sessions)
+    return list(await asyncio.gather(*(_asked(replica, tls) for replica in listed)))
 
 
-async def _asked(replica: Replica) -> dict[str, Any]:
+async def _asked(replica: Replica, tls: Tls | None) -> dict[str, Any]:
     state = "draining" if replica.draining else "running"
     row = _row(str(replica.kind), replica.address, replica.node, state, str(replica.sessions))
-    async with connect(replica.address) as channel:
+    if replica.kind is ReplicaKind.GATEWAY:
+        return row
+    async with connect(replica.address, tls) as channel:
         try:
             if replica.kind is ReplicaKind.VERIFY:
                 told = await VerifyClient(channel).status(ANSWER_S)

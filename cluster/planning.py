@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from typing import Literal, Self
 
-from cluster.configuration import ClusterConfig, Replicas, Resources
+from cluster.configuration import ClusterConfig, Kind, Replicas, Resources
 
 HELD = "held memory"
 """Stands among the amounts for bytes that a process fills, which Ray does not count."""
@@ -75,7 +75,7 @@ def refusals(
 
 
 def can_surge(
-    key: Literal["verify", "draft", "gateway"],
+    key: Kind,
     before: ClusterConfig,
     after: ClusterConfig,
     nodes: Sequence[Node],

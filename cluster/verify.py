@@ -38,7 +38,7 @@ class VerifyReplica:
         self._ranks = ranks
         self._service, self._status = await asyncio.to_thread(self._load, device, ranks)
         self._serving = await Serving.started(self._run)
-        self._channel = connect(placed(0).address(self._serving.port))
+        self._channel = connect(placed(0).address(self._serving.port), self._config.links)
         self._counted = self._service.counters()
 
     def _load(self, device: torch.device, ranks: Ranks | None) -> Any:
@@ -59,7 +59,7 @@ class VerifyReplica:
     async def _run(self, ready: Callable[[int], None], stopping: asyncio.Event) -> None:
         place = placed(self._config.drain)
         async with opened(self._config.store) as store:
-            await run(self._service, self._status, place, store, None, ready, stopping)
+            await run(self._service, self._status, place, store, self._config.links, ready, stopping)
         if self._ranks:
             self._ranks.stop()
 

@@ -31,7 +31,7 @@ from services.sessions.journal import LAST_RETRY_S
 from services.sessions.store import FINISHED_S
 from services.types.errors import ErrorCode, WealdError
 from services.types.messages import Round
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES, ReplicaKind
 from services.types.sampling import SEED_BITS, SamplingParams
 from services.types.session import Cursor, Record, Session
 
@@ -102,7 +102,7 @@ class Chaos:
         self._rng = random.Random(seed)
         self._names = count()
         self._acts = self._all_acts()
-        self._kinds = {name: [kind for kind in ReplicaKind if kind in name] for name in self._acts}
+        self._kinds = {name: [kind for kind in SIDES if kind in name] for name in self._acts}
         """Whom an act disturbs: of one kind one replica at a time, so that the other can serve."""
         self._bag: list[str] = []
         self._done: set[str] = set()
@@ -225,7 +225,7 @@ class Chaos:
         return hit
 
     async def _kill_both(self) -> bool:
-        both = [self._one(kind) for kind in ReplicaKind]
+        both = [self._one(kind) for kind in SIDES]
         stages = [self._rng.choice(list(STAGES[victim.kind])) for victim in both]
         hits = await asyncio.gather(*map(self._hit, both, stages))
         self.toll.others["both sides killed at once"] += all(hits)

@@ -13,7 +13,7 @@ from rich.table import Table
 from services.cli.options import Authority, Certificate, Key, mutual_tls, shared
 from services.types.errors import WealdError
 from services.types.messages import DraftStatus, VerifyStatus
-from services.types.replica import Replica, ReplicaKind
+from services.types.replica import Replica
 
 if TYPE_CHECKING:
     from services.wire.transport import Tls
@@ -66,9 +66,10 @@ def _show(replicas: Sequence[Replica], as_json: bool) -> None:
 
 async def _listed(store: str) -> list[Replica]:
     from services.sessions.opening import opened
+    from services.sessions.registry import everyone
 
     async with opened(store) as sessions:
-        return [replica for kind in ReplicaKind for replica in await sessions.replicas(kind)]
+        return await everyone(sessions)
 
 
 async def _ask(endpoint: str, tls: "Tls | None") -> VerifyStatus | DraftStatus:

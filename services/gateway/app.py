@@ -48,12 +48,12 @@ from services.gateway.streaming import EventStream, Stream, kept_alive
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.tracing import Tracer
 from services.sessions.opening import opened
+from services.sessions.registry import everyone
 from services.telemetry.export import exporting
 from services.telemetry.pages import filled
 from services.telemetry.spans import Trace
 from services.types.configuration import Tracing
 from services.types.errors import ErrorCode, WealdError, invalid
-from services.types.replica import ReplicaKind
 from services.wire.transport import Tls
 
 
@@ -323,7 +323,7 @@ async def targets(gateway: Serving) -> list[ScrapeTargets]:
     if gateway.settings.store is None:
         return []
     async with opened(gateway.settings.store) as store:
-        listed = [one for kind in ReplicaKind for one in await store.replicas(kind)]
+        listed = await everyone(store)
     return [
         ScrapeTargets(targets=[one.metrics], labels={"service": f"weald-{one.kind}", "node": one.node})
         for one in listed

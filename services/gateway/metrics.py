@@ -50,7 +50,7 @@ class Metrics:
     media_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"weald_{name}", what, labels, registry=registry)
@@ -101,7 +101,7 @@ class Metrics:
     def exposition(self) -> bytes:
         """All values as text; of all workers where they share them."""
         if SHARED not in os.environ:
-            return generate_latest(self._registry)
+            return generate_latest(self.registry)
         shared = CollectorRegistry()
         multiprocess.MultiProcessCollector(shared)  # type: ignore[no-untyped-call]
         return generate_latest(shared)

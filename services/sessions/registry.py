@@ -42,6 +42,11 @@ async def announce(store: Store, describe: Callable[[], Replica]) -> None:
                 await store.deregister(replica.kind, replica.address)
 
 
+async def everyone(store: Store) -> list[Replica]:
+    """The live replicas of all kinds. Raises as `Store.replicas` does."""
+    return [replica for kind in ReplicaKind for replica in await store.replicas(kind)]
+
+
 class Directory:
     """The live replicas of one kind, as the store last told; it belongs to the event loop."""
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.telemetry.names import Metric
 from services.types.configuration import Place
 from services.types.errors import invalid
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 
 class Reading(NamedTuple):
@@ -28,14 +31,32 @@ def scraped(place: Place, read: Callable[[], Iterable[Reading]]) -> Iterator[str
     Raises:
         WealdError: `INVALID_ARGUMENT` when the address cannot be used.
     """
-    host, port = place.host, place.metrics_port
-    if port is None:
+    if place.metrics_port is None:
         yield ""
         return
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     registry.register(_Collector(read))  # type: ignore[arg-type]
+    with exposed(place, place.metrics_port, registry) as address:
+        yield address
+
+
+@contextmanager
+def exposed(place: Place, port: int, registry: "CollectorRegistry") -> Iterator[str]:
+    """Answer `GET /metrics` with what a registry collects, as long as the context lasts; host:port where.
+
+    Args:
+        place: of the process.
+        port: 0 takes a free one.
+        registry: asked in a thread of its own.
+
+    Raises:
+        WealdError: `INVALID_ARGUMENT` when the address cannot be used.
+    """
+    from prometheus_client import start_http_server
+
+    host = place.host
     try:
         server, thread = start_http_server(port, host.strip("[]"), registry)
     except OSError as error:

@@ -9,6 +9,11 @@ class ReplicaKind(StrEnum):
 
     DRAFT = "draft"
     VERIFY = "verify"
+    GATEWAY = "gateway"
+
+
+SIDES = (ReplicaKind.DRAFT, ReplicaKind.VERIFY)
+"""Those that a session is at."""
 
 
 @dataclass(frozen=True, slots=True)

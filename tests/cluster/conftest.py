@@ -197,7 +197,7 @@ class Running:
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = _merged(base[key], value) if isinstance(value, Mapping) else value
+        merged[key] = _merged(base.get(key) or {}, value) if isinstance(value, Mapping) else value
     return merged
 
 

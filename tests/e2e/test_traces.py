@@ -21,7 +21,7 @@ from services.telemetry.file import read
 from services.telemetry.names import Attribute, EventName, SpanName
 from services.telemetry.requests import PARTS, Request, requests
 from services.types.errors import ErrorCode
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES, ReplicaKind
 from services.wire.channel import connect
 from services.wire.clients import DraftClient, VerifyClient
 
@@ -154,7 +154,7 @@ def test_a_trace_that_is_not_sampled_and_a_service_that_is_not_traced_tell_nothi
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_a_trace_tells_of_the_replica_that_was_lost_and_where_the_session_went_on(
     tiny: Any, tmp_path: Path, kind: ReplicaKind
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from services.bench.stages import Moment
 from services.bench.victims import PATIENCE_S, until
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES, ReplicaKind
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_sessions_leave_a_frozen_verify_replica_and_nothing_of_them_stays_there(
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_streams_survive_a_link_that_is_dropped_again_and_again(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"dropped {kind}", 4)
 
@@ -69,7 +69,7 @@ def test_streams_survive_a_link_that_is_dropped_again_and_again(ground: Any, kin
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_streams_leave_a_link_that_is_cut_without_a_word(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"cut {kind}", 4)
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.bench.streams import Stream
 from services.types.errors import ErrorCode
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES, ReplicaKind
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def limits() -> tuple[object, ...]:
     return "--max-num-seqs", 2, "--max-waiting", 2
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_a_draining_replica_hands_over_its_sessions_and_ends(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"drained {kind}", 3)
 
@@ -38,7 +38,7 @@ def test_a_draining_replica_hands_over_its_sessions_and_ends(ground: Any, kind: 
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_a_draining_replica_that_is_the_last_one_finishes_its_sessions(
     ground: Any, kind: ReplicaKind
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_full_queue_loses_nothing_when_both_sides_die(ground: Any) -> None:
     streams = ground.begin("full on both sides", 6)
 
     async def kill() -> None:
-        victims = [await ground.busiest(kind) for kind in ReplicaKind]
+        victims = [await ground.busiest(kind) for kind in SIDES]
         await asyncio.gather(*(victim.kill() for victim in victims))
         await asyncio.gather(*(victim.start() for victim in victims))
 

@@ -10,7 +10,7 @@ from services.bench.stages import STAGES, Moment
 from services.bench.streams import Stream
 from services.bench.victims import PATIENCE_S, until
 from services.types.errors import ErrorCode, WealdError
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES, ReplicaKind
 from services.types.session import Cursor
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_streams_survive_both_sides_dying_at_once(ground: Any, kind: ReplicaKind
     streams = ground.begin(f"both {kind} {stage}", 6)
 
     async def kill() -> None:
-        victims = [await ground.busiest(each) for each in ReplicaKind]
+        victims = [await ground.busiest(each) for each in SIDES]
         first, second = sorted(victims, key=lambda victim: victim.kind is not kind)
         assert await first.die_at(stage, random.Random(stage).choice(list(Moment)))
         await second.kill()
@@ -58,7 +58,7 @@ def test_streams_survive_both_sides_dying_at_once(ground: Any, kind: ReplicaKind
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_streams_survive_one_replica_after_the_other_dying(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"again {kind}", 4, tokens=(225, 240))
 
@@ -77,7 +77,7 @@ def test_streams_survive_one_replica_after_the_other_dying(ground: Any, kind: Re
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_streams_wait_for_a_side_that_is_gone_altogether(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"gone {kind}", 4)
     victims = [victim for victim in ground.cluster.victims if victim.kind is kind]
@@ -137,7 +137,7 @@ def test_streams_go_on_without_the_store_and_the_journal_catches_up(ground: Any)
     ground.run(scenario())
 
 
-@pytest.mark.parametrize("kind", list(ReplicaKind))
+@pytest.mark.parametrize("kind", SIDES)
 def test_streams_survive_a_replica_that_dies_while_the_store_is_away(ground: Any, kind: ReplicaKind) -> None:
     streams = ground.begin(f"store and {kind}", 4)
     cluster = ground.cluster
