@@ -1,11 +1,15 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
+CHECKOV := .checkov/.installed
+# Release files of KubeRay, and of other operators, with the schemas of their kinds.
+CRDS ?= ../shared/data/kuberay
+export CRDS := $(realpath $(CRDS))
 
-.PHONY: help venv demo test lint bench chaos scale
+.PHONY: help venv demo test k8s lint bench chaos scale
 .DEFAULT_GOAL := help
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## create .venv with everything pinned (a few minutes, once)
 
@@ -19,8 +23,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: venv ## a real chat model answers, with draft trees and without
 	@.venv/bin/weald demo
 
-test: lint ## everything that must hold before a commit: lint, then all tests
+test: lint $(CHECKOV) ## everything that must hold before a commit: lint, then all tests
 	.venv/bin/pytest
+
+k8s: venv $(CHECKOV) ## render every overlay and look for mistakes; CRDS=DIR: the schemas of KubeRay and other operators
+	@.venv/bin/pytest tests/k8s -m 'not slow' -rs
+
+$(CHECKOV): k8s/checkov.txt
+	@echo "Installing checkov into .checkov, once"
+	@$(PYTHON) -m venv .checkov
+	@.checkov/bin/pip install -qq -r k8s/checkov.txt
+	@touch $@
 
 lint: venv ## ruff, mypy --strict, import layers, the wire contract
 	.venv/bin/ruff check

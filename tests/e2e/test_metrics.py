@@ -14,7 +14,7 @@ from services.bench.replicas import replica
 from services.sessions.embedded import embedded
 
 pytestmark = pytest.mark.slow
-OBSERVABILITY = Path(__file__).parents[2] / "k8s" / "observability"
+OBSERVABILITY = Path(__file__).parents[2] / "k8s" / "components" / "monitoring"
 
 
 @pytest.fixture(scope="module")
