@@ -205,7 +205,8 @@ def _reached(overlay: Overlay, url: str, paths: set[str] | None = None) -> Itera
         service["metadata"]["name"]: {each["port"] for each in service["spec"]["ports"]}
         for service in overlay.kind("Service")
     }
-    if (parts.port or 80) not in ports.get(parts.hostname or "", ()):
+    name, _, within = (parts.hostname or "").partition(".")
+    if (parts.port or 80) not in ports.get(name, ()) or within not in ("", "weald.svc"):
         yield f"{url} is no service's"
     if paths is not None and parts.path not in paths:
         yield f"{url}: a gateway has no such path"

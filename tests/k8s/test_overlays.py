@@ -152,7 +152,7 @@ def a_service_names_a_port_that_nobody_has(overlay: Overlay) -> None:
 
 
 def a_label_is_changed_on_one_side(overlay: Overlay) -> None:
-    group(overlay, "draft")["template"]["metadata"]["labels"]["app.kubernetes.io/component"] = "drafts"
+    group(overlay, "draft")["template"]["metadata"]["labels"]["weald-part"] = "drafts"
 
 
 def a_network_policy_forgets_redis(overlay: Overlay) -> None:
