@@ -20,6 +20,8 @@ if shutil.which("kubectl") is None:
     pytest.skip("kubectl is not here, which renders the overlays", allow_module_level=True)
 
 CRDS = Path(os.environ["CRDS"]).absolute() if os.environ.get("CRDS") else None
+if CRDS and not any(CRDS.glob("*.yaml")):
+    raise pytest.UsageError(f"CRDS={CRDS} has no .yaml file; name the directory of KubeRay's release files")
 CHECKOV = ROOT / ".checkov/bin/checkov"
 LET_BE = {
     "CKV_K8S_15": "an image by its digest is the same whenever it is pulled",
