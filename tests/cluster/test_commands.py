@@ -109,17 +109,17 @@ def test_one_command_serves_and_others_show_it_and_scale_it(
         listed = json.loads(subprocess.run(targets, capture_output=True, check=True).stdout)
         for one in listed:
             told = ["curl", "--silent", "--noproxy", "*", f"http://{one['targets'][0]}/metrics"]
-            assert (
-                b"weald_kv_cache_usage_perc" in subprocess.run(told, capture_output=True, check=True).stdout
-            )
-        assert sorted(one["labels"]["service"] for one in listed) == ["weald-draft", "weald-verify"]
+            of_gateway = one["labels"]["service"] == "weald-gateway"
+            own = "weald_num_requests_running" if of_gateway else "weald_kv_cache_usage_perc"
+            assert own in subprocess.run(told, capture_output=True, check=True, text=True).stdout
+        assert sorted(one["labels"]["service"] for one in listed) == [f"weald-{role}" for role in ROLES]
         replicas = served.replicas()
         assert [(row["role"], row["state"]) for row in replicas] == [
             ("draft", "running"),
             ("gateway", "running"),
             ("verify", "running"),
         ]
-        assert {row["node"] for row in replicas if row["role"] != "gateway"} == {os.uname().nodename}
+        assert {row["node"] for row in replicas} == {os.uname().nodename}
         weald("scale", "draft", 2, "--address", served.ray)
         assert [row["role"] for row in served.replicas()].count("draft") == 2
         assert [row["address"] for row in served.replicas() if row["role"] == "verify"] == [
