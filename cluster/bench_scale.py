@@ -374,7 +374,7 @@ def bench_scale(most: int, json_file: Path | None, plot: Path | None) -> bool:
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="replicas at the end of each phase", title_justify="left")
     table.add_column("phase")
-    for name in ("callers", "requests", "failed", "changed", *ReplicaKind):
+    for name in ("callers", "requests", "failed", "changed", *SIDES):
         table.add_column(name, justify="right")
     for row in rows:
         counts = [str(row[name]) for name in ("callers", "requests", "failed", "changed")]
@@ -436,8 +436,8 @@ def draw(courses: Sequence[Course], file: Path) -> None:
     FigureCanvasAgg(figure)
     samples = [sample for course in courses for sample in course.samples]
     times = [sample.at for sample in samples]
-    drawn = figure.subplots(len(ReplicaKind), 1, sharex=True)
-    for kind, axes in zip(ReplicaKind, drawn, strict=True):
+    drawn = figure.subplots(len(SIDES), 1, sharex=True)
+    for kind, axes in zip(SIDES, drawn, strict=True):
         sides = [sample.sides[kind] for sample in samples]
         colour = _COLOURS[kind]
         axes.plot(

@@ -10,7 +10,7 @@ from services.bench.chaos import bench_chaos
 from services.bench.stages import STAGES
 from services.bench.streams import Account, Stream, Text, account
 from services.types.messages import Finished, Round
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 
@@ -77,8 +77,8 @@ def test_a_short_run_kills_at_every_stage_and_changes_no_text(
     assert bench_chaos(None, None, "auto", seed=5, seconds=0.0, streams=6, max_tokens=120, json_file=file)
     record = json.loads(file.read_text())
     killed = {(row["process"], row["stage"]) for row in record["kills"] if row["kills"]}
-    stages = {(kind, stage) for kind in ReplicaKind for stage in STAGES[kind]}
-    assert killed == stages | {(kind, "any moment") for kind in (*ReplicaKind, "redis")}
+    stages = {(kind, stage) for kind in SIDES for stage in STAGES[kind]}
+    assert killed == stages | {(kind, "any moment") for kind in (*SIDES, "redis")}
     streams = record["streams"]
     assert streams["finished"] == streams["streams"] > 6
     assert (streams["lost"], streams["repeated"], streams["changed"]) == (0, 0, 0)

@@ -35,7 +35,7 @@ from services.types.messages import (
     VerifyStatus,
 )
 from services.types.outcome import Outcome, TokenLogprobs
-from services.types.replica import ReplicaKind
+from services.types.replica import SIDES
 from services.types.sampling import SamplingParams
 from services.types.session import FinishReason, Session
 from services.types.tree import DraftTree
@@ -179,7 +179,7 @@ calls = st.builds(
 events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Started, names, u64, u32, names),
     rounds(),
-    st.builds(Moved, st.sampled_from(ReplicaKind), names, st.booleans()),
+    st.builds(Moved, st.sampled_from(SIDES), names, st.booleans()),
     st.just(Draining()),
     st.builds(Finished, st.sampled_from(FinishReason), u32, u32, u32),
 )
@@ -262,7 +262,7 @@ def test_every_code_dtype_shape_and_finish_has_a_number_of_its_own() -> None:
     assert convert.CODES.keys() == set(ErrorCode)
     assert convert.SHAPES.keys() == set(TreeShape)
     assert set(convert.KINDS.values()) | {0} == set(draft_pb2.ReplicaKind.values())
-    assert convert.KINDS.keys() == set(ReplicaKind)
+    assert convert.KINDS.keys() == set(SIDES)
     assert convert.FINISHES.keys() == {None, *FinishReason}
     for table in (convert.CODES, convert.DTYPES, convert.FINISHES, convert.KINDS, convert.SHAPES):
         assert len(set(table.values())) == len(table)
