@@ -153,8 +153,8 @@ def drain(
     from cluster.launch import connected, here, vacate
 
     with connected(address):
-        left = vacate(here(), within)
-    typer.echo(f"{left} replicas are still here" if left else "no replica is here")
+        gone = vacate(here(), within)
+    typer.echo("no replica is here" if gone else "replicas may still be here")
 
 
 def scale(

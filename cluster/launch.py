@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,8 @@ def here() -> str:
     return found
 
 
-def vacate(node: str, within_s: float) -> int:
-    """Let Serve move the replicas of a node elsewhere, as far as there is room; how many are left then.
+def vacate(node: str, within_s: float) -> bool:
+    """Let Serve move the replicas of a node elsewhere, as far as there is room; whether all have gone.
 
     The node takes none again. What has found no room is told to end before the time is over, too.
 
@@ -192,9 +192,9 @@ def vacate(node: str, within_s: float) -> int:
         within_s: seconds, after which the node ends.
 
     Raises:
-        WealdError: `UNAVAILABLE` when no application runs, or Ray does not let the node go.
+        WealdError: `UNAVAILABLE` when Ray does not let the node go.
     """
-    store, deadline = described().store, time.monotonic() + within_s
+    deadline = time.monotonic() + within_s
     options = {
         "--address": ray.get_runtime_context().gcs_address,
         "--node-id": node,
@@ -206,9 +206,15 @@ def vacate(node: str, within_s: float) -> int:
     told = subprocess.run(command, capture_output=True, text=True)
     if told.returncode:
         raise WealdError(ErrorCode.UNAVAILABLE, f"Ray does not let this node go: {told.stderr.strip()}")
-    while (left := asyncio.run(_living(store, node))) and time.monotonic() < deadline:
+    store = ""
+    while time.monotonic() < deadline:
+        # Whoever cannot be asked now, a gateway that is full or a store that is away, is asked again.
+        with suppress(WealdError, TimeoutError):
+            store = store or described().store
+            if not asyncio.run(_living(store, node)):
+                return True
         time.sleep(POLL_S)
-    return left
+    return False
 
 
 async def _living(store: str, node: str) -> int:

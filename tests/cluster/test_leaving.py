@@ -78,7 +78,7 @@ def test_a_node_that_is_to_end_is_left_by_its_replicas_and_no_request_fails(
         calling.more(2)
         (before,) = running.addresses("verify")
         (node,) = [each for each in running.verify_nodes if each.node_id in homes(running)]
-        assert vacate(node.node_id, 60) == 0
+        assert vacate(node.node_id, 60)
         (after,) = running.addresses("verify")
         assert after != before
         running.nodes.remove_node(node, allow_graceful=False)

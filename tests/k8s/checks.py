@@ -155,7 +155,10 @@ def names_and_ports(overlay: Overlay) -> Iterator[str]:
             if any(port(of, each["targetPort"]) is None for of in meant):
                 yield f"{name}: nobody has the port {each['targetPort']}"
     for budget in overlay.kind("PodDisruptionBudget"):
-        if sum(selects(budget["spec"]["selector"], each.labels) for each in every) != 1:
+        meant = [each for each in every if selects(budget["spec"]["selector"], each.labels)]
+        if any(of.group for of in meant) and not isinstance(budget["spec"].get("minAvailable"), int):
+            yield f"PodDisruptionBudget {budget['metadata']['name']}: of pods of Ray only a number can stay"
+        if len(meant) != 1:
             yield f"PodDisruptionBudget {budget['metadata']['name']} means no pod, or pods of several kinds"
     for workload in overlay.kind("Deployment", "StatefulSet"):
         if not selects(workload["spec"]["selector"], workload["spec"]["template"]["metadata"]["labels"]):

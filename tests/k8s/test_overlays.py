@@ -85,6 +85,7 @@ def test_the_definitions_of_other_operators_know_what_is_asked_of_them(
     foreign = {(e["apiVersion"], e["kind"]) for e in rendered(name).objects if not is_built_in(e)}
     if unknown := sorted(kind for version, kind in foreign if (version, kind) not in defined):
         pytest.skip(f"no schema is here of {', '.join(unknown)}: put the CRDs into the directory of CRDS=DIR")
+    assert list(misshapen([e for e in rendered(name).objects if not is_built_in(e)], CRDS)) == []
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
