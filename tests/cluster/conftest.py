@@ -207,7 +207,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from cluster.app import NAME
     from cluster.launch import connected
     from services.sessions.embedded import embedded
 
@@ -217,7 +216,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         verify = [nodes.add_node(num_cpus=1, resources={"verify": 2}) for _ in range(2)]
         with embedded(tmp_path_factory.mktemp("store")) as redis, connected(nodes.address):
             yield Running(nodes, redis.file, verify)
-            serve.delete(NAME)
+            # Serve remembers its controller, also when Ray has ended; the next module has a Ray of its own.
+            serve.shutdown()
     finally:
         nodes.shutdown()
 

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,22 +163,3 @@ def test_other_numbers_replace_nobody_and_other_trees_the_draft_replica_alone(tr
     after = replicas(trial)
     assert {role for role in before if after[role] != before[role]} == {"draft"}
     assert ask(trial, KEY)[0] == 200
-
-
-def test_an_evicted_draft_pod_lets_its_sessions_go_on_elsewhere(trial: Cluster) -> None:
-    _, whole = ask(trial, KEY, max_tokens=96)
-    text = whole["choices"][0]["message"]["content"]
-    trial.ray("draft", "draft-2").wait("startupProbe")
-    evicted = trial.running["draft"]
-    hook = evicted.pods.container["lifecycle"]["preStop"]["exec"]["command"]
-    with ThreadPoolExecutor(2) as threads:
-        answer = threads.submit(ask, trial, KEY, max_tokens=96)
-        leaving = threads.submit(evicted.run, hook)
-        status, gone_on = answer.result()
-        assert (status, gone_on["choices"][0]["message"]["content"]) == (200, text)
-        left = leaving.result()
-        assert (left.returncode, left.stdout) == (0, "no replica is here\n"), left.stderr
-    evicted.kill()
-    trial.running["draft-2"].wait("readinessProbe")
-    status, after = ask(trial, KEY, pod="draft-2", max_tokens=96)
-    assert (status, after["choices"][0]["message"]["content"]) == (200, text)
